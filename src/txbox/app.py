@@ -194,6 +194,7 @@ class App:
             self.lease,
             batching=self.batching,
             letters=self.dead_letters,
+            settings=lambda: self.database.handler_settings,
         )
         self.intake = Intake(self.protocol)
         #: Called when `process`, `answer` or `send` leaves a message in the table, or makes the next version due, with
@@ -261,6 +262,7 @@ class App:
         concurrency: int = 1,
         batch: bool = False,
         pipeline: bool = False,
+        shares: bool = False,
         transactional: bool = True,
         ordered: bool = False,
         dead_blocks: bool = False,
@@ -293,6 +295,8 @@ class App:
             concurrency: lanes of one worker, 1 or more.
             batch: the function takes a list of messages and one transaction.
             pipeline: the function reads no results, so with psycopg its statements are sent along with COMMIT.
+            shares: what a message sets (SET LOCAL and the like) may reach the others of its batch. Without it, a
+                handler that sets something runs one message per transaction.
             transactional: False for work outside a transaction: `(message)`, leased, at least once;
                 a worker stores its messages first and keeps the lease while it runs.
             ordered: process messages of one key in arrival order; a failed message blocks its key until it is
@@ -328,6 +332,7 @@ class App:
             concurrency=concurrency,
             batch=batch,
             pipeline=pipeline,
+            shares=shares,
             transactional=transactional,
             ordered=ordered,
             dead_blocks=dead_blocks,

@@ -126,6 +126,13 @@ class TransactionRetried(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandlerRunsAlone(Event):
+    """A handler sets something on its session: from now on it runs one message per transaction."""
+
+    set_by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumptionPaused(Event):
     """The database (or `source`) is unavailable. Until it is back, nothing is fetched, counted or acknowledged."""
 

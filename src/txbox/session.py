@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, 
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from types import CoroutineType, coroutine
 from typing import (
@@ -110,6 +111,25 @@ class Failed(NamedTuple):
     position: int
 
 
+class Lasts(IntEnum):
+    """How long what a statement sets stays on its connection."""
+
+    TRANSACTION = 0
+    SESSION = 1  # until it is reset
+    CONNECTION = 2  # only closing the connection is sure to end it
+
+
+class SettingChange(NamedTuple):
+    """A statement, or a call of the driver, has set something that another message could see.
+
+    Attributes:
+        by: a keyword or name that shows it; never a value.
+    """
+
+    by: str
+    lasts: Lasts
+
+
 class Transaction(Protocol):
     """Where statements are executed: the caller's transaction, or that of a `Session`."""
 
@@ -129,6 +149,9 @@ class Connection(ABC):
     native: Any
     #: How often its pool had dropped the idle ones when this one was acquired.
     generation = 0
+    #: What has been set in this transaction that another message could see, as far as that shows; see
+    #: `connections.settings`. `begin` clears it, whatever runs afterwards adds to it.
+    changed: SettingChange | None = None
 
     @property
     @abstractmethod
@@ -170,6 +193,23 @@ class Connection(ABC):
 
     async def rollback_to_savepoint(self) -> None:
         raise NotImplementedError
+
+    def restore(self) -> None:  # noqa: B027 - not every driver's object has any
+        """Undo what the last call set on the driver's object: factories, adapters, options."""
+
+    async def reset(self) -> bool:
+        """Undo what was set and outlives the transaction, if that is cheaper than another connection; else False."""
+        return False
+
+    def sets(self, change: SettingChange | None) -> None:
+        """Note what a statement or call sets."""
+        if change is not None and (self.changed is None or change.lasts > self.changed.lasts):
+            self.changed = change
+
+    @property
+    def stained(self) -> bool:
+        """Whether what was set outlives the transaction."""
+        return self.changed is not None and self.changed.lasts > Lasts.TRANSACTION
 
     def watch(self, told: Callable[[str], None]) -> None:
         """Call `told` with each statement that the handler is about to send, COMMIT and ROLLBACK included.

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import asyncpg
 from asyncpg.pool import PoolConnectionProxy
@@ -19,6 +20,7 @@ from asyncpg.pool import PoolConnectionProxy
 from txbox.connections.base import (
     KEEPALIVE,
     RELEASE,
+    RESET,
     ROLLBACK_TO,
     SAVEPOINT,
     Database,
@@ -35,8 +37,9 @@ from txbox.connections.base import (
     sync_async_mismatch,
     telling,
 )
+from txbox.connections.settings import Settings
 from txbox.errors import ConfigurationError, Fault, StoreError, redacted
-from txbox.session import Connection, Result, Statement, Statements
+from txbox.session import Connection, Lasts, Result, SettingChange, Statement, Statements
 from txbox.store.dialect import Dialect, dialect, native
 
 _ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
@@ -46,6 +49,7 @@ _SENDS = (
     "execute", "executemany", "fetch", "fetchval", "fetchrow", "fetchmany", "cursor", "prepare",
     "copy_from_query",
 )  # fmt: skip
+_CODECS = ("set_type_codec", "set_builtin_type_codec", "reset_type_codec")
 _STRINGS = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*")
 _PARENTHESES = re.compile(r"\([^()]*\)")
 _VERBS = re.compile(r"\b(SELECT|VALUES|TABLE|SHOW|INSERT|UPDATE|DELETE|MERGE)\b", re.IGNORECASE)
@@ -104,7 +108,9 @@ class _Connections(Pool["AsyncpgConnection"]):
         except _ERRORS as error:
             code = getattr(error, "sqlstate", None)
             raise await self._database.unreachable(error, code, is_async=True) from error
-        return AsyncpgConnection(raw, self._database.dialect, self._database.closing)
+        connection = AsyncpgConnection(raw, self._database.dialect, self._database.closing)
+        connection.listen(self._database.handler_settings)
+        return connection
 
     async def _connect(self) -> Any:
         database = self._database
@@ -121,6 +127,11 @@ class _Connections(Pool["AsyncpgConnection"]):
     async def release(self, connection: AsyncpgConnection) -> None:
         if self._pool is None:
             await super().release(connection)
+            return
+        connection.listen(None)
+        if connection.stained:
+            # what `init` has set is not ours to set again, and the pool's reset leaves the role
+            connection.discard()
             return
         try:
             await self._pool.release(connection.native)
@@ -150,6 +161,29 @@ class AsyncpgConnection(Connection):
         # a pool lends proxies, which call the methods of the real connection's class
         raw = getattr(self.native, "_con", self.native)
         raw.__class__ = telling(type(raw), told, _SENDS)
+
+    def listen(self, settings: Settings | None) -> None:
+        """Hear of the statements and codecs of the handler; without settings, no longer."""
+        raw: Any = getattr(self.native, "_con", self.native)
+        if raw is None:
+            return
+        kind: Any = raw.__class__
+        if settings is None:
+            if _heard.pop(raw, None) is not None:
+                raw.__class__ = kind.__base__
+        else:
+            raw.__class__ = _hearing(kind)
+            _heard[raw] = self, settings
+
+    async def reset(self) -> bool:
+        assert self.changed is not None, "nothing is to be reset"
+        if self.changed.lasts is Lasts.CONNECTION:
+            return False
+        try:
+            await self.native.execute(RESET)
+        except _ERRORS:
+            return False
+        return True
 
     def left(self) -> bool:
         return self._watched and not self.lost and not is_marked(self.native)
@@ -192,6 +226,7 @@ class AsyncpgConnection(Connection):
         self._transaction = transaction
         results = [await self.execute(statement) for statement in statements]
         self._watched = is_marked(self.native)
+        self.changed = None
         return results
 
     async def commit(self, statements: Statements) -> list[Result]:
@@ -255,6 +290,42 @@ class AsyncpgConnection(Connection):
             lost = self.lost or isinstance(error, OSError)
             found = store_error(error, self._dialect, code=None, lost=lost)
         return found
+
+
+# whose statements are heard: an object of asyncpg has no room for more attributes
+_heard: WeakKeyDictionary[Any, tuple[AsyncpgConnection, Settings]] = WeakKeyDictionary()
+
+
+@cache
+def _hearing(kind: Any) -> Any:
+    """Return a subclass of a connection class that notes what a handler sets."""
+
+    def sending(name: str) -> Any:
+        send = getattr(kind, name)
+
+        def method(self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+            if (heard := _heard.get(self)) is not None:
+                connection, settings = heard
+                connection.sets(settings.of(str(query)))
+            return send(self, query, *args, **kwargs)
+
+        return method
+
+    def setting(name: str) -> Any:
+        call = getattr(kind, name)
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if (heard := _heard.get(self)) is not None:
+                heard[0].sets(SettingChange(name, Lasts.CONNECTION))
+            return call(self, *args, **kwargs)
+
+        return method
+
+    methods = {name: sending(name) for name in _SENDS if hasattr(kind, name)}
+    methods |= {name: setting(name) for name in _CODECS if hasattr(kind, name)}
+    return type(kind)(
+        kind.__name__, (kind,), {"__slots__": (), "__module__": kind.__module__, **methods}
+    )
 
 
 class Borrowed(Executor):

@@ -12,12 +12,14 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from weakref import WeakSet
 
+from txbox.connections.settings import Settings
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
 from txbox.session import Connection, Connections, Raised, Result, Statement, Statements, at
 from txbox.store.dialect import Dialect
@@ -88,6 +90,11 @@ class Database:
         sources = (self.sync, self.asynchronous)
         sent = [at for each in sources if each is not None for at in list(each.waits.values())]
         return time.monotonic() - min(sent) if sent else 0.0
+
+    @cached_property
+    def handler_settings(self) -> Settings | None:
+        """What the statements of handlers set; None where nothing watches them."""
+        return Settings(self.dialect.name)
 
     @property
     def dialect(self) -> Dialect:
@@ -228,10 +235,12 @@ class Pool(ConnectionSource, ABC, Generic[C]):
 
     async def release(self, connection: C) -> None:
         if not connection.lost:
-            with self._lock:
-                if len(self._idle) < self._kept:
-                    self._idle.append(connection)
-                    return
+            connection.restore()
+            if not connection.stained or await connection.reset():
+                with self._lock:
+                    if len(self._idle) < self._kept:
+                        self._idle.append(connection)
+                        return
         connection.discard()
 
     @abstractmethod
@@ -407,6 +416,12 @@ def refused_commit(error: StoreError) -> bool:
     return code.startswith("SQLITE_CONSTRAINT") or (len(code) == 5 and code.startswith("23"))
 
 
+#: On PostgreSQL, outside a transaction, undoes what statements have set in the session; what the server and the
+#: connection string set stays. DISCARD ALL would also forget the plans.
+RESET = (
+    "SET SESSION AUTHORIZATION DEFAULT; RESET ROLE; RESET ALL; CLOSE ALL; UNLISTEN *; "
+    "SELECT pg_advisory_unlock_all(); DISCARD TEMP; DISCARD SEQUENCES"
+)
 #: If this succeeds as the last statement, the transaction has not failed. Needed where a driver does not show that
 #: COMMIT was answered with ROLLBACK (promise 2.2).
 PROBE = Statement("probe", "SELECT 1", {})
@@ -596,6 +611,15 @@ def async_driver(name: str, database: str) -> ModuleType:
         ) from error
 
 
+def _text_of(cursor: Any, query: Any) -> str:
+    if isinstance(query, bytes):
+        return query.decode("utf-8", "replace")
+    if hasattr(query, "as_string"):
+        text: str = query.as_string(cursor.connection)
+        return text
+    return str(query)
+
+
 def telling(kind: Any, told: Callable[[str], None], names: Iterable[str]) -> Any:
     """Return a subclass whose methods of these names call `told` with the statement before they send it."""
 
@@ -603,13 +627,12 @@ def telling(kind: Any, told: Callable[[str], None], names: Iterable[str]) -> Any
         send = getattr(kind, name)
 
         def method(self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(query, bytes):
-                told(query.decode("utf-8", "replace"))
-            else:
-                told(query if isinstance(query, str) else query.as_string(self.connection))
+            told(query if query.__class__ is str else _text_of(self, query))
             return send(self, query, *args, **kwargs)
 
         return method
 
     methods = {name: method_of(name) for name in names if hasattr(kind, name)}
-    return type(kind)(kind.__name__, (kind,), {"__slots__": (), **methods})
+    return type(kind)(
+        kind.__name__, (kind,), {"__slots__": (), "__module__": kind.__module__, **methods}
+    )

@@ -36,6 +36,7 @@ from txbox.connections.base import (
     store_error,
     sync_async_mismatch,
 )
+from txbox.connections.settings import Settings
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.session import Connection, Raised, Result, Statement, Statements, blocking
 from txbox.store.dialect import Dialect, dialect, native
@@ -103,10 +104,16 @@ class _Connections(ConnectionSource):
             self._database.hosts = [wrapper.settings_dict["HOST"]]
             code = dbapi_error(cause, self._database.dialect).code
             raise await self._database.unreachable(cause, code) from error
-        return DjangoConnection(wrapper, self._database.dialect)
+        connection = DjangoConnection(wrapper, self._database.dialect)
+        connection.listen(self._database.handler_settings)
+        return connection
 
     async def release(self, connection: DjangoConnection) -> None:
-        if not connection.native.in_atomic_block:
+        connection.listen(None)
+        if connection.stained and not connection.native.in_atomic_block:
+            # what the project's settings and signals have set is not ours to set again
+            connection.native.close()
+        elif not connection.native.in_atomic_block:
             connection.native.close_if_unusable_or_obsolete()
 
     def distrust(self, connection: DjangoConnection) -> None:
@@ -136,6 +143,39 @@ class DjangoConnection(Connection):
         self._watched = False
         self._fatal = False
         self._wrapper: Any = None
+        self._hears: Any = None
+        self._wrappers: list[Any] = []
+        self._object: Any = None
+
+    def listen(self, settings: Settings | None) -> None:
+        """Hear what the handler sends; without settings, no longer."""
+        wrapper = self.native
+        if settings is None:
+            self.restore()
+            if self._hears is not None:
+                wrapper.execute_wrappers.remove(self._hears)
+            if self._object is not None:
+                self._object.leave()
+            self._hears = self._object = None
+            return
+
+        def hears(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+            self.sets(settings.of(str(sql)))
+            return execute(sql, params, many, context)
+
+        self._hears = hears
+        wrapper.execute_wrappers.append(hears)
+        self._wrappers = list(wrapper.execute_wrappers)
+        if hasattr(wrapper.connection, "adapters"):
+            from txbox.connections.libpq import watched_in_pool
+
+            self._object = watched_in_pool(wrapper.connection, settings, self.sets)
+
+    def restore(self) -> None:
+        if self._hears is not None and self.native.execute_wrappers != self._wrappers:
+            self.native.execute_wrappers[:] = self._wrappers
+        if self._object is not None:
+            self._object.restore()
 
     def watch(self, told: Callable[[str], None]) -> None:
         def wrapper(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
@@ -143,6 +183,7 @@ class DjangoConnection(Connection):
             return execute(sql, params, many, context)
 
         self.native.execute_wrappers.append(wrapper)
+        self._wrappers.append(wrapper)
         self._wrapper = wrapper
 
     def left(self) -> bool:
@@ -202,6 +243,7 @@ class DjangoConnection(Connection):
         self._claims = any(statement.name.startswith("claim") for statement in statements)
         results = [await self.execute(statement) for statement in statements]
         self._watched = begins_marked(wrapper.connection, statements)
+        self.changed = None
         return results
 
     def _prepare_transaction(self) -> None:
@@ -286,6 +328,7 @@ class DjangoConnection(Connection):
             raise self._failure(error) from error
 
     def discard(self) -> None:
+        self.listen(None)
         if self._wrapper is not None:
             # the thread's connection object stays, and opens another connection
             self.native.execute_wrappers.remove(self._wrapper)
@@ -375,7 +418,11 @@ def _begins_deferred(wrapper: Any) -> bool:
 def _executed(wrapper: Any, statement: Statement) -> Result:
     sql, names = native(statement.sql, "format")
     with wrapper.cursor() as cursor:
-        if wrapper.vendor == "postgresql" and wrapper.timezone is None:
+        if hasattr(cursor.cursor, "adapters"):
+            from txbox.connections.libpq import plain
+
+            plain(cursor.cursor)
+        elif wrapper.vendor == "postgresql" and wrapper.timezone is None:
             _keep_offsets(cursor.cursor)
         cursor.execute(sql, [statement.params[name] for name in names])
         rows = plain_rows(cursor.fetchall()) if cursor.description else []
@@ -383,13 +430,8 @@ def _executed(wrapper: Any, statement: Statement) -> Result:
 
 
 def _keep_offsets(cursor: Any) -> None:
-    """Have the driver return aware times, of which Django keeps only the local time if USE_TZ is off."""
-    if hasattr(cursor, "adapters"):
-        from psycopg.types.datetime import TimestamptzLoader
-
-        cursor.adapters.register_loader("timestamptz", TimestamptzLoader)
-    else:
-        cursor.tzinfo_factory = timezone  # psycopg2
+    """Have psycopg2 return aware times, of which Django keeps only the local time if USE_TZ is off."""
+    cursor.tzinfo_factory = timezone
 
 
 def _committed(wrapper: Any) -> None:

@@ -12,11 +12,14 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from os import urandom
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import psycopg
-from psycopg import pq
-from psycopg.adapt import PyFormat, Transformer
+from psycopg import generators, postgres, pq
+from psycopg.adapt import AdaptersMap, PyFormat, Transformer
+from psycopg.rows import tuple_row
+from psycopg.types import TypesRegistry
 from psycopg.waiting import Ready, Wait
 
 from txbox.connections import base
@@ -26,9 +29,11 @@ from txbox.connections.base import (
     connection_lost,
     left_behind,
     refused_commit,
+    telling,
 )
+from txbox.connections.settings import Settings
 from txbox.errors import Fault, StoreError
-from txbox.session import Result, Statement, Statements
+from txbox.session import Lasts, Result, SettingChange, Statement, Statements
 from txbox.store.dialect import native
 
 BEGIN = b"BEGIN ISOLATION LEVEL READ COMMITTED"
@@ -76,7 +81,7 @@ class Answer(Result):
             return [
                 [_text(answer.get_value(row, field)) for field in fields] for row in range(count)
             ]
-        transformer = Transformer(self._connection)
+        transformer = Transformer(_Plainly(self._connection))
         transformer.set_pgresult(answer)
         return transformer.load_rows(0, count, tuple)
 
@@ -517,6 +522,152 @@ def _element(value: Any) -> str:
     return str(value)
 
 
+# -- what a handler does to the connection's object -------------------------------------------
+
+_SENDS = ("execute", "executemany", "stream", "copy")
+_FACTORIES = (
+    "row_factory",
+    "cursor_factory",
+    "server_cursor_factory",
+    "prepare_threshold",
+    "prepared_max",
+)
+
+
+def reset(pgconn: Any) -> Generator[Any, Any, None]:
+    """Undo, outside a transaction, what statements have set in the session.
+
+    Raises:
+        psycopg.Error: it was not all undone.
+    """
+    pgconn.send_query(base.RESET.encode())
+    for answer in (yield from generators.execute(pgconn)):
+        if answer.status not in _FINE:
+            raise psycopg.errors.error_from_result(answer)
+
+
+class _Adapters(AdaptersMap):
+    """Adapters that notice when one is added."""
+
+    changed = False
+
+    def register_loader(self, *args: Any, **kwargs: Any) -> None:
+        self.changed = True
+        super().register_loader(*args, **kwargs)
+
+    def register_dumper(self, *args: Any, **kwargs: Any) -> None:
+        self.changed = True
+        super().register_dumper(*args, **kwargs)
+
+
+class Watched:
+    """A psycopg connection whose cursors say what they send, and whose attributes are put back after a handler.
+
+    Args:
+        settings: judges statements; None for none.
+        sets: called with what a statement or an attribute sets.
+    """
+
+    def __init__(
+        self,
+        connection: Any,
+        settings: Settings | None,
+        sets: Callable[[SettingChange | None], None],
+    ) -> None:
+        self._connection = connection
+        self._settings = settings
+        self.quiet = set[str]() if settings is None else settings.quiet
+        self._sets = sets
+        self._classes: dict[Any, Any] = {}
+        self._lent: Any = None
+
+    def sent(self, text: str) -> None:
+        """A handler is about to send a statement."""
+        if text not in self.quiet and self._settings is not None:
+            self._sets(self._settings.of(text))
+
+    def watch(self, sets: Callable[[SettingChange | None], None] | None = None) -> None:
+        """Begin: remember the attributes as they are, and give out cursors that tell."""
+        self._sets = sets or self._sets
+        raw = self._connection
+        self._before = tuple([getattr(raw, name) for name in _FACTORIES])
+        if raw.adapters is not self._lent or self._lent.changed:
+            self._adapters = AdaptersMap(raw.adapters)
+            self._lend_adapters()
+        raw.cursor_factory = self._told(raw.cursor_factory)
+        raw.server_cursor_factory = self._told(raw.server_cursor_factory)
+        self._during = tuple([getattr(raw, name) for name in _FACTORIES])
+
+    def _told(self, kind: Any) -> Any:
+        known = self._classes.get(kind)
+        if known is None:
+            known = self._classes[kind] = telling(kind, self.sent, _SENDS)
+        return known
+
+    def _lend_adapters(self) -> None:
+        self._lent = _Adapters(self._adapters)
+        self._connection._adapters = self._lent  # noqa: SLF001 - has no public name
+
+    def restore(self) -> None:
+        """Undo what a call has set on the object."""
+        raw = self._connection
+        if tuple([getattr(raw, name) for name in _FACTORIES]) != self._during:
+            if raw.cursor_factory is not self._during[1]:
+                # what such cursors sent was not seen
+                self._sets(SettingChange("cursor_factory", Lasts.CONNECTION))
+            for name, value in zip(_FACTORIES, self._during, strict=True):
+                setattr(raw, name, value)
+        if self._lent.changed or raw.adapters is not self._lent:
+            self._lend_adapters()
+
+    def leave(self) -> None:
+        """End, after `restore`: give the object back as it was."""
+        for name, value in zip(_FACTORIES, self._before, strict=True):
+            setattr(self._connection, name, value)
+
+
+_watched: WeakKeyDictionary[Any, Watched] = WeakKeyDictionary()
+
+
+def watched_in_pool(
+    connection: Any,
+    settings: Settings | None,
+    sets: Callable[[SettingChange | None], None],
+) -> Watched:
+    """Watch a connection of somebody else's pool until `leave`."""
+    watched = _watched.get(connection)
+    if watched is None:
+        watched = _watched[connection] = Watched(connection, settings, sets)
+    watched.watch(sets)
+    return watched
+
+
+# whatever an application registers, for all connections or for one, our statements are read and written like this
+_PLAIN = AdaptersMap(types=TypesRegistry())
+postgres.register_default_types(_PLAIN.types)
+postgres.register_default_adapters(_PLAIN)
+
+
+class _Plainly(NamedTuple):
+    """A connection with psycopg's own adapters."""
+
+    connection: Any
+    adapters: AdaptersMap = _PLAIN
+
+
+def plain(cursor: Any) -> Any:
+    """Return a cursor of any class whose values are read and written by psycopg's own adapters."""
+    cursor._adapters = AdaptersMap(_PLAIN)  # noqa: SLF001 - has no public name
+    return cursor
+
+
+def plain_cursor(connection: Any) -> Any:
+    """Return a cursor whatever the connection's own are: rows are tuples, and values psycopg's."""
+    is_async = isinstance(connection, psycopg.AsyncConnection)
+    kind: Any = psycopg.AsyncCursor if is_async else psycopg.Cursor
+    return plain(kind(connection, row_factory=tuple_row))
+
+
 # -- a handler's deferred statements ----------------------------------------------------------
 #
 # A handler that declares `pipeline=True` calls `tx.execute(…)` as usual. While deferring, statements go to
@@ -600,7 +751,8 @@ class Queue:
         over: nothing more is sent through it.
     """
 
-    def __init__(self, connection: Any, plans: Plans) -> None:
+    def __init__(self, connection: Any, plans: Plans, watched: Watched) -> None:
+        self._told, self._quiet = watched.sent, watched.quiet
         self._pgconn = connection.pgconn
         self._plans = plans
         self._transformer = Transformer(connection)
@@ -623,6 +775,8 @@ class Queue:
         kind: type[Any] = params.__class__
         if query.__class__ is not str or (kind is not tuple and kind is not list):
             return False
+        if query not in self._quiet:
+            self._told(query)
         plan = plans.find(query)
         if plan is None or len(params) != len(plan.formats) or not self._may_send():
             return False

@@ -44,7 +44,7 @@ from txbox.connections.base import (
     sync_async_mismatch,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, redacted
-from txbox.session import Connection, Result, Statement, Statements, blocking
+from txbox.session import Connection, Lasts, Result, SettingChange, Statement, Statements, blocking
 from txbox.store.dialect import Dialect, dialect, native
 
 _CONNECT_TIMEOUT_S = 10
@@ -54,6 +54,9 @@ _SESSION = (
     "SET SESSION sql_mode = CONCAT_WS(',', NULLIF(@@SESSION.sql_mode, ''), 'STRICT_ALL_TABLES')",
 )
 _OPTIONS = frozenset({"charset", "unix_socket", "ssl_ca", "ssl_cert", "ssl_key"})
+# methods that set something without a statement
+_SETTERS = ("select_db", "set_charset", "set_character_set")
+_CONVERTERS = ("encoders", "decoders")
 # the server said goodbye, or the driver found it gone: the connection is useless
 _GONE = frozenset(
     {"1053", "1077", "1152", "1158", "1159", "1160", "1161", "1184", "1927", "2006", "2013", "2014", "2055", "4031"}
@@ -150,6 +153,7 @@ class _Connections(Pool["MysqlConnection"]):
                 cursor = raw.cursor()
                 await _done(cursor.execute(_SESSION[1]), is_async)
                 await _done(cursor.close(), is_async)
+                connection.changed = None
             except BaseException:
                 connection.discard()
                 raise
@@ -197,7 +201,33 @@ def _kind(is_async: bool) -> Any:
     driver: Any = async_driver("asyncmy", "MySQL").connection if is_async else pymysql.connections
     commands = ("query", "begin", "commit", "rollback", "autocommit")
     turns = {name: _in_turn(getattr(driver.Connection, name), is_async) for name in commands}
-    return type("Connection", (driver.Connection,), {"met": False, "refused": False, **turns})
+    turns["query"] = _heard(turns["query"])
+    for name in _SETTERS:
+        if hasattr(driver.Connection, name):
+            turns[name] = _setting(name, getattr(driver.Connection, name))
+    defaults = {"met": False, "refused": False, "sets": None, "settings": None}
+    return type("Connection", (driver.Connection,), {**defaults, **turns})
+
+
+def _heard(query: Callable[..., Any]) -> Callable[..., Any]:
+    """Note what a handler's statement sets. `sets` is None during our own."""
+
+    def heard(raw: Any, sql: Any, *args: Any, **options: Any) -> Any:
+        if raw.sets is not None and raw.settings is not None:
+            text = sql.decode("utf-8", "replace") if isinstance(sql, (bytes, bytearray)) else sql
+            raw.sets(raw.settings.of(text))
+        return query(raw, sql, *args, **options)
+
+    return heard
+
+
+def _setting(name: str, command: Callable[..., Any]) -> Callable[..., Any]:
+    def sets(raw: Any, *args: Any, **options: Any) -> Any:
+        if raw.sets is not None:
+            raw.sets(SettingChange(name, Lasts.CONNECTION))
+        return command(raw, *args, **options)
+
+    return sets
 
 
 def _in_turn(command: Callable[..., Any], is_async: bool) -> Callable[..., Any]:
@@ -239,6 +269,10 @@ class MysqlConnection(Connection):
         self._errors = _errors(is_async)
         self._dialect = database.dialect
         self._broken = False
+        raw.settings, raw.sets = database.handler_settings, self.sets
+        # PyMySQL's, which a handler can replace or change
+        self._cursors = getattr(raw, "cursorclass", None)
+        self._converters = {name: dict(getattr(raw, name, {})) for name in _CONVERTERS}
 
     @property
     def lost(self) -> bool:
@@ -247,6 +281,14 @@ class MysqlConnection(Connection):
     def usable(self) -> bool:
         ours = self._loop is None or self._loop is asyncio.get_running_loop()
         return ours and not self.lost and not self.native.met
+
+    def restore(self) -> None:
+        if self._cursors is None:
+            return
+        self.native.cursorclass = self._cursors
+        for name, converters in self._converters.items():
+            if getattr(self.native, name) != converters:
+                setattr(self.native, name, dict(converters))
 
     def translate(self, error: BaseException) -> StoreError | None:
         if type(error).__module__.partition(".")[0] not in ("pymysql", "asyncmy"):
@@ -275,7 +317,9 @@ class MysqlConnection(Connection):
             await _done(self.native.begin(), self.is_async)
         except self._errors as error:
             raise self._failed(error) from error
-        return [await self.execute(statement) for statement in statements]
+        results = [await self.execute(statement) for statement in statements]
+        self.changed = None
+        return results
 
     async def _set_autocommit(self, on: bool) -> None:
         self._check_open()
@@ -393,6 +437,10 @@ def _check_caller(tx: Any) -> None:
 
 async def _executed(connection: Any, statement: Statement, is_async: bool) -> Result:
     sql, names = native(statement.sql, "format")
+    # ours is not looked at for what it sets, nor are the values in it; the caller's may be a plain connection
+    sets = getattr(connection, "sets", None)
+    if sets is not None:
+        connection.sets = None
     cursor = connection.cursor(
         async_driver("asyncmy", "MySQL").cursors.Cursor if is_async else Cursor
     )
@@ -402,6 +450,8 @@ async def _executed(connection: Any, statement: Statement, is_async: bool) -> Re
         rows = await _done(cursor.fetchall(), is_async) if cursor.description else ()
         return Result(rows, cursor.rowcount)
     finally:
+        if sets is not None:
+            connection.sets = sets
         await _done(cursor.close(), is_async)
 
 

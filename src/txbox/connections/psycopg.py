@@ -19,7 +19,6 @@ from typing import Any
 import psycopg
 from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg.rows import tuple_row
 
 from txbox.boundaries import log as _log
 from txbox.connections.base import (
@@ -45,13 +44,16 @@ from txbox.connections.libpq import (
     Pipeline,
     Plans,
     Queue,
+    Watched,
     close_idle,
     defer,
     nothing,
+    plain_cursor,
+    reset,
     stop_deferring,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, redacted
-from txbox.session import Connection, Failed, Raised, Result, Statement, Statements
+from txbox.session import Connection, Failed, Lasts, Raised, Result, Statement, Statements
 from txbox.store.dialect import Dialect, dialect, native
 
 # psycopg's own default
@@ -153,7 +155,7 @@ class _Connections(Pool["PsycopgConnection"]):
             for closed in [other for other in list(self._known) if other.closed]:
                 self._known.pop(closed, None)
             database = self._database
-            known = PsycopgConnection(raw, database.dialect, database.prepare, self._pool)
+            known = PsycopgConnection(raw, database, self._pool)
             self._known[raw] = known
         await known.prepare_for_use()
         known.generation = self._generation
@@ -168,8 +170,14 @@ class _Connections(Pool["PsycopgConnection"]):
     async def release(self, connection: PsycopgConnection) -> None:
         if connection.taken:
             connection.discard()
-        elif self._pool is None:
+            return
+        if self._pool is None:
             await super().release(connection)
+            return
+        connection.restore()
+        if connection.stained:
+            # what `configure` has set is not ours to set again, so the pool opens another one
+            connection.discard()
         else:
             await connection.give_back()
             returned = self._pool.putconn(connection.native)
@@ -181,7 +189,7 @@ class _Connections(Pool["PsycopgConnection"]):
         kind: Any = psycopg.AsyncConnection if self.is_async else psycopg.Connection
         connect = partial(kind.connect, database.settings, prepare_threshold=database.threshold)
         raw = await self._connected(connect)
-        return PsycopgConnection(raw, database.dialect, database.prepare, None)
+        return PsycopgConnection(raw, database, None)
 
     async def _connected(self, connect: Callable[[], Any]) -> Any:
         try:
@@ -243,17 +251,20 @@ class PsycopgConnection(Connection):
         pool: the user's pool, to which the connection is returned.
     """
 
-    def __init__(self, raw: Any, dialect: Dialect, prepare: bool, pool: Any) -> None:
+    def __init__(self, raw: Any, database: PsycopgDatabase, pool: Any) -> None:
         self.native = raw
         self.is_async = isinstance(raw, psycopg.AsyncConnection)
         self._loop = asyncio.get_running_loop() if self.is_async else None
         # None is how psycopg marks a connection behind a pooler without prepared statements
-        prepare = prepare and raw.prepare_threshold is not None
-        self._dialect = dialect
+        prepare = database.prepare and raw.prepare_threshold is not None
+        self._dialect = database.dialect
         self._pool = pool
         self._autocommit = raw.autocommit
         self._pipeline = Pipeline(raw, prepare=prepare, translate=self.translate)
         self._plans = Plans(prepare)
+        self._object = Watched(raw, database.handler_settings, self.sets)
+        if pool is None:
+            self._object.watch()
         self._use = ExclusiveUse(raw)
         self._pgconn = raw.pgconn
         self._queue: Queue | None = None
@@ -304,13 +315,28 @@ class PsycopgConnection(Connection):
 
     # -- from and to a pool -------------------------------------------------------------------
 
+    def restore(self) -> None:
+        self._object.restore()
+
+    async def reset(self) -> bool:
+        assert self.changed is not None, "nothing is to be reset"
+        if self.changed.lasts is Lasts.CONNECTION:
+            return False
+        try:
+            await self._turn(reset(self.native.pgconn))
+        except (psycopg.Error, StoreError):
+            return False
+        return True
+
     async def prepare_for_use(self) -> None:
+        self._object.watch()
         self._autocommit = self.native.autocommit
         if self._autocommit:
             # a handler that rolls back must end up in a new transaction, not in autocommit
             await self._set_autocommit(False)
 
     async def give_back(self) -> None:
+        self._object.leave()
         if self._autocommit and not self.lost:
             await self._set_autocommit(True)
 
@@ -324,7 +350,7 @@ class PsycopgConnection(Connection):
 
     async def pipe(self) -> None:
         self._check_open()
-        queue = Queue(self.native, self._plans)
+        queue = Queue(self.native, self._plans, self._object)
         if defer(self.native, queue):
             self._queue = queue
 
@@ -403,6 +429,7 @@ class PsycopgConnection(Connection):
         steps = self._pipeline.send(statements, before=BEGIN, meanwhile=work)
         results: list[Result] = await self._waited(steps)
         self._watched = is_marked(self.native)
+        self.changed = None
         return results
 
     @property
@@ -412,6 +439,7 @@ class PsycopgConnection(Connection):
     async def begun(self, work: Callable[[], None] | None = None) -> list[Result]:
         results: list[Result] = await self._waited(self._pipeline.begun(work))
         self._watched = is_marked(self.native)
+        self.changed = None
         return results
 
     async def commit(self, statements: Statements) -> list[Result]:
@@ -422,7 +450,7 @@ class PsycopgConnection(Connection):
     ) -> list[Result]:
         self._check_open()
         queue = self._stop_deferring()
-        if self._use.met:
+        if self._use.met or self.stained:
             then = None
         try:
             results: list[Result] = await self._turn(
@@ -488,7 +516,7 @@ class Borrowed(Executor):
         sql, names = native(statement.sql, "format")
         values = [statement.params[name] for name in names]
         try:
-            cursor = self._tx.cursor(row_factory=tuple_row)
+            cursor = plain_cursor(self._tx)
             sent = cursor.execute(sql, values)
             if self.is_async:
                 await sent

@@ -44,6 +44,7 @@ from txbox.connections.base import (
     savepoint_is_gone,
     sync_async_mismatch,
 )
+from txbox.connections.settings import Settings
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
 from txbox.session import Connection, Raised, Result, Statement, Statements, blocking
 from txbox.store.dialect import Dialect, Style, dialect, native
@@ -136,7 +137,7 @@ class _Connections(ConnectionSource):
                 connection = SQLAlchemyConnection(
                     raw, database.dialect, self._maker, database.closing
                 )
-                await connection.prepare()
+                await connection.prepare(database.handler_settings)
             except errors as error:
                 if connection is not None:
                     self.distrust(connection)
@@ -220,6 +221,9 @@ class SQLAlchemyConnection(Connection):
             StoreError,
         )
         self._wire: Wire = Watched(raw, style_of(raw.dialect))
+        self._object: Any = None
+        self._options: Any = None
+        self._info: dict[Any, Any] = {}
         self._enforce_later = False
         self._fatal = False
         self._watched = False
@@ -237,6 +241,7 @@ class SQLAlchemyConnection(Connection):
             self._session = self._maker(
                 bind=self.bind, join_transaction_mode="create_savepoint", twophase=False
             )
+            self._info = dict(self._session.info)
         self._shared = _sync(self._session).get_transaction()
         return self._session
 
@@ -275,8 +280,33 @@ class SQLAlchemyConnection(Connection):
     def translate(self, error: BaseException) -> StoreError | None:
         return translated(error, self._dialect, self._raw.dialect)
 
+    def restore(self) -> None:
+        raw: Any = self._raw
+        if self._object is not None and not self.lost:
+            self._object.restore()
+        # `execution_options` changes the connection itself, and has no way back
+        if self._options is not None and raw.get_execution_options() is not self._options:
+            raw._execution_options = self._options  # noqa: SLF001 - has no public name
+        if self._session is not None and self._session.info != self._info:
+            self._session.info.clear()
+            self._session.info.update(self._info)
+
+    def _listen(self, settings: Settings | None) -> None:
+        """Hear what the handler sends: from psycopg's cursors, elsewhere from SQLAlchemy."""
+        if self._raw.dialect.driver in ("psycopg", "psycopg_async"):
+            from txbox.connections.libpq import watched_in_pool
+
+            driver = self._raw.connection.driver_connection
+            self._object = watched_in_pool(driver, settings, self.sets)
+        elif settings is not None:
+
+            def sent(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
+                self.sets(settings.of(statement))
+
+            event.listen(self._raw, "before_cursor_execute", sent)
+
     @_bridged
-    def prepare(self) -> None:
+    def prepare(self, settings: Settings | None) -> None:
         """Request READ COMMITTED, even from an engine in autocommit; the pool resets it afterwards."""
         self._wire = wire(self._raw, self._dialect, style_of(self._raw.dialect))
         name = self._dialect.name
@@ -284,6 +314,8 @@ class SQLAlchemyConnection(Connection):
         always = name == "postgresql" and not isinstance(self._wire, Libpq)
         if always or (name != "sqlite" and autocommits(self._raw)):
             self._raw.execution_options(isolation_level="READ COMMITTED")
+        self._listen(settings)
+        self._options = self._raw.get_execution_options()
 
     @_bridged
     def execute(self, statement: Statement) -> Result:
@@ -329,6 +361,7 @@ class SQLAlchemyConnection(Connection):
                 self._begin_immediate()
             results = self._wire.begin(statements)
             self._watched = begins_marked(self._raw.connection.driver_connection, statements)
+            self.changed = None
         except self._errors as error:
             raise self._failure(error) from _reason(error)
         return results
@@ -409,9 +442,14 @@ class SQLAlchemyConnection(Connection):
     @_bridged
     def give_back(self) -> None:
         try:
-            if not self.lost and self._wire.taken:
-                self._close()
-                return
+            if not self.lost:
+                self.restore()
+                if self._wire.taken or self.stained:
+                    # what the engine's listeners have set is not ours to set again
+                    self._close()
+                    return
+                if self._object is not None:
+                    self._object.leave()
             if self._enforce_later and not self.lost:
                 self._raw.exec_driver_sql("PRAGMA foreign_keys = OFF")
                 self._raw.rollback()

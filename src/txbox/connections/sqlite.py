@@ -16,6 +16,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from operator import attrgetter
 from typing import Any
 from urllib.parse import unquote
@@ -37,8 +38,9 @@ from txbox.connections.base import (
     store_error,
     sync_async_mismatch,
 )
+from txbox.connections.settings import Settings
 from txbox.errors import ConfigurationError, Fault, StoreError
-from txbox.session import Connection, Result, Statement, Statements
+from txbox.session import Connection, Lasts, Result, SettingChange, Statement, Statements
 from txbox.store.dialect import Dialect, dialect, native
 
 # SQLITE_TRANSACTION, of an authorizer: BEGIN, COMMIT or ROLLBACK
@@ -49,6 +51,12 @@ _BUSY_TIMEOUT_S = 10.0
 _WATCHED_STEPS = 100_000
 
 _NAME = attrgetter("name")
+_SENDS = ("execute", "executemany", "executescript")
+# what a handler can set without a statement
+_SETTERS = (
+    "create_function", "create_aggregate", "create_window_function", "create_collation", "set_authorizer",
+    "set_progress_handler", "set_trace_callback", "enable_load_extension", "load_extension", "setlimit", "setconfig",
+)  # fmt: skip
 
 
 def open_url(url: str, *, schema: str | None = None) -> SqliteDatabase:
@@ -100,16 +108,16 @@ class _Connections(Pool["SqliteConnection"]):
         except sqlite3.Error as error:
             raise await database.unreachable(error, _code_of(error)) from error
         if aiosqlite is None:
-            return SqliteConnection(raw, database.dialect)
+            return SqliteConnection(raw, database)
         driver = aiosqlite.Connection(lambda: raw, 64)
         # an app that was not closed must not keep the interpreter from exiting
         driver._thread.daemon = True  # noqa: SLF001 - has no public name
         # with a connection it starts without waiting: nobody can be cancelled here and lose what was opened
         driver._connection = raw  # noqa: SLF001 - has no public name
-        return SqliteConnection(raw, database.dialect, await driver)
+        return SqliteConnection(raw, database, await driver)
 
 
-async def _in_thread(path: str) -> sqlite3.Connection:
+async def _in_thread(path: str) -> _Heard:
     """Open in a thread. If the caller is cancelled meanwhile, what was opened is closed.
 
     Not in the driver's thread: after a failure it would reply to a loop that may be closed by then.
@@ -124,15 +132,19 @@ async def _in_thread(path: str) -> sqlite3.Connection:
         raise
 
 
-def _close_opened(opening: Future[sqlite3.Connection]) -> None:
+def _close_opened(opening: Future[_Heard]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
 
 
-def _opened(path: str) -> sqlite3.Connection:
+def _opened(path: str) -> _Heard:
     _make_private(path)
     raw = sqlite3.connect(
-        path, timeout=_BUSY_TIMEOUT_S, isolation_level="IMMEDIATE", check_same_thread=False
+        path,
+        timeout=_BUSY_TIMEOUT_S,
+        isolation_level="IMMEDIATE",
+        check_same_thread=False,
+        factory=_Heard,
     )
     try:
         raw.execute("PRAGMA foreign_keys = ON")
@@ -163,6 +175,67 @@ def _write_ahead(raw: sqlite3.Connection) -> None:
             raise
 
 
+class _Heard(sqlite3.Connection):
+    """A connection whose handler is heard: what it sends, and what it sets by other means."""
+
+    # as the driver's own, for whoever looks
+    __module__, __qualname__ = "sqlite3", "Connection"
+    settings: Settings | None = None
+    sets: Callable[[SettingChange | None], None] | None = None
+
+    def sent(self, text: str) -> None:
+        if self.settings is not None and self.sets is not None:
+            self.sets(self.settings.of(text))
+
+    def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
+        self.sent(sql)
+        return super().execute(sql, *args)
+
+    def executemany(self, sql: str, *args: Any) -> sqlite3.Cursor:
+        self.sent(sql)
+        return super().executemany(sql, *args)
+
+    def executescript(self, sql: str) -> sqlite3.Cursor:
+        self.sent(sql)
+        return super().executescript(sql)
+
+    def cursor(self, factory: Any = sqlite3.Cursor) -> Any:
+        return super().cursor(_hearing(factory) if isinstance(factory, type) else factory)
+
+
+@cache
+def _hearing(kind: Any) -> Any:
+    """Return a subclass of a cursor class that tells its connection what it sends."""
+
+    def sending(name: str) -> Any:
+        send = getattr(kind, name)
+
+        def method(self: Any, sql: str, *args: Any) -> Any:
+            self.connection.sent(sql)
+            return send(self, sql, *args)
+
+        return method
+
+    methods = {name: sending(name) for name in _SENDS}
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
+
+
+def _setting(name: str) -> Any:
+    call = getattr(sqlite3.Connection, name)
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        if self.sets is not None:
+            self.sets(SettingChange(name, Lasts.CONNECTION))
+        return call(self, *args, **options)
+
+    return method
+
+
+for _name in _SETTERS:
+    if hasattr(sqlite3.Connection, _name):
+        setattr(_Heard, _name, _setting(_name))
+
+
 class SqliteConnection(Connection):
     """A connection whose transactions txbox begins and ends.
 
@@ -171,11 +244,12 @@ class SqliteConnection(Connection):
             bound to an event loop.
     """
 
-    def __init__(self, raw: sqlite3.Connection, dialect: Dialect, driver: Any = None) -> None:
+    def __init__(self, raw: _Heard, database: SqliteDatabase, driver: Any = None) -> None:
         self.native = raw if driver is None else driver
         self.is_async = driver is not None
         self._raw = raw
-        self._dialect = dialect
+        self._dialect = database.dialect
+        raw.settings, raw.sets = database.handler_settings, self.sets
         self._watched = self._discarded = False
 
     async def _done(self, answer: Any) -> Any:
@@ -244,7 +318,9 @@ class SqliteConnection(Connection):
             raise self._failed(error) from error
         # a transaction that claims nothing has no guard to look for
         self._watched = "arm" in map(_NAME, statements)
-        return await self._sent(statements)
+        results = await self._sent(statements)
+        self.changed = None
+        return results
 
     async def savepoint(self) -> None:
         # outside a transaction it would begin one, and releasing it would commit
@@ -319,12 +395,15 @@ class SqliteConnection(Connection):
             # a full disk and other errors also roll back by themselves, and a handler may swallow them
             raise handler_left("it was rolled back or committed before its end")
 
+    def restore(self) -> None:
+        self._raw.row_factory = None
+        self._raw.text_factory = str
+
     def _renew(self) -> None:
         """Undo what an earlier handler set on the connection."""
         if self._raw.isolation_level != "IMMEDIATE":
             self._raw.isolation_level = "IMMEDIATE"
-        self._raw.row_factory = None
-        self._raw.text_factory = str
+        self.restore()
 
     def _failed(self, error: sqlite3.Error) -> StoreError:
         return _failure(error, self._dialect)

@@ -284,7 +284,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "dead_letter_topic": ((str, NoneType), "the name of a topic"),
     **dict.fromkeys(
         (
-            "batch", "pipeline", "transactional", "ordered", "dead_blocks", "weak_ids", "keep_result",
+            "batch", "pipeline", "shares", "transactional", "ordered", "dead_blocks", "weak_ids", "keep_result",
         ),
         _FLAG,
     ),
@@ -306,6 +306,7 @@ class HandlerOptions:
     concurrency: int = 1
     batch: bool = False
     pipeline: bool = False
+    shares: bool = False
     transactional: bool = True
     ordered: bool = False
     dead_blocks: bool = False
@@ -392,6 +393,7 @@ class Options(TypedDict, total=False):
     pause_after: int | None
     concurrency: int
     pipeline: bool
+    shares: bool
     ordered: bool
     dead_blocks: bool
     dead_letter_topic: str | None

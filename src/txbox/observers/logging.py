@@ -20,8 +20,8 @@ _LEVELS: dict[type[Event], int] = {
         events.MessageInFlight, events.MessageWaits, events.TransactionCommitted, events.OutgoingSent,
     ), logging.DEBUG),
     **dict.fromkeys((
-        events.TransactionRetried, events.ConsumptionResumed, events.ConsumerResumed, events.RowsPruned,
-        events.RowsChanged, events.WorkerStarted, events.WorkerStopped, events.RelayResumed,
+        events.TransactionRetried, events.HandlerRunsAlone, events.ConsumptionResumed, events.ConsumerResumed,
+        events.RowsPruned, events.RowsChanged, events.WorkerStarted, events.WorkerStopped, events.RelayResumed,
     ), logging.INFO),
     **dict.fromkeys((
         events.QuarantineTrimmed, events.MessageFailed, events.OutgoingFailed, events.RelayPaused,

@@ -15,9 +15,11 @@ from typing import Any
 
 from txbox.boundaries import Boundary, is_contents
 from txbox.connections.base import connection_lost, forgets_parent
+from txbox.connections.settings import Settings
 from txbox.errors import Fault, StoreError
 from txbox.events import (
     Events,
+    HandlerRunsAlone,
     MessageDeferred,
     MessageDuplicate,
     MessageEvent,
@@ -58,6 +60,7 @@ class InboxProtocol:
 
     Args:
         letters: stages the dead letters of messages that are given up.
+        settings: what tells which statements set something; asked for late, as Django's settings may be.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class InboxProtocol:
         *,
         batching: Batching | None = None,
         letters: DeadLetters | None = None,
+        settings: Callable[[], Settings | None] = lambda: None,
     ) -> None:
         batching = batching or Batching()
         self.store = store
@@ -83,6 +87,8 @@ class InboxProtocol:
         self.contain = recorder.contain
         self.transaction = HandlerTransaction(store, limits, lease, recorder, batching=batching)
 
+        self._settings_of = settings
+        self._settings: Settings | None = None
         #: The schema has been checked.
         self.checked = False
 
@@ -97,7 +103,17 @@ class InboxProtocol:
         if state.schema is not None:
             # qualify table names from now on, so that a handler's search_path cannot hide them
             self.store.dialect = dialect(current.name, state.schema)
+        self._settings = self._settings_of()
+        if self._settings is not None and self._settings.stale:
+            await self._read_setters(db, self._settings)
         self.checked = True
+
+    async def _read_setters(self, db: Session, settings: Settings) -> None:
+        """Read which functions and tables set something, so that statements that use them are recognised."""
+        rows: Sequence[Sequence[Any]] = ()
+        if self.store.dialect.has("setters"):
+            rows = (await db.alone(self.store.dialect.statement("setters"))).rows
+        settings.learn(rows)
 
     # -- entry points -------------------------------------------------------------------------
 
@@ -259,11 +275,15 @@ class InboxProtocol:
                 arrival.message_id: await self._run_outside(db, handler, arrival, claim)
                 for arrival in arrivals
             }
+        if self._settings is not None and self._settings.stale:
+            await self._read_setters(db, self._settings)
         batch_size, consumer = self.batch_sizes.of(handler), handler.consumer
         settled: dict[str, Answer] = {}
         unsettled, tries, known, group = arrivals, 0, claim is not NEW, 0
         alone = len(arrivals) == 1
         if not alone:
+            if batch_size.alone:
+                return await self._divide(db, handler, arrivals, claim, End.SETS)
             group = self.batch_sizes.group(handler, batch_size)
         if not (known or alone) and batch_size.looks_first and self._can_look_up(handler, arrivals):
             known, settled = True, await self._finished_before(db, handler, batch_size, unsettled)
@@ -285,6 +305,10 @@ class InboxProtocol:
             elif ran.end is End.WAITS:
                 behind = [arrival for arrival in unsettled if arrival.message_id in ran.waiting]
                 settled.update(await self._put_behind(db, handler, behind, claim))
+            elif ran.end is End.SETS:
+                if batch_size.runs_alone():
+                    self.events.emit(HandlerRunsAlone(consumer=consumer, set_by=ran.set_by))
+                settled.update(await self._divide(db, handler, unsettled, claim, ran.end))
             elif together and ran.end is End.RAISED and not group and divides(handler):
                 batch_size.failed(len(unsettled))
                 group = batch_size.group or len(unsettled)
@@ -783,6 +807,8 @@ class BatchSize:
         self.forget_parent()
         forgets_parent(self)
         self._size = 1
+        #: Its handler sets something that other messages must not see.
+        self.alone = False
         self._raise_at = 0.0
         self._calm_s = 0.0
         self._failures = 0.0
@@ -790,6 +816,13 @@ class BatchSize:
 
     def forget_parent(self) -> None:
         self._lock = threading.Lock()
+
+    def runs_alone(self) -> bool:
+        """Take one message per transaction from now on; returns whether that is new."""
+        with self._lock:
+            new, self.alone = not self.alone, True
+            self._size = self._most = self._ceiling = 1
+        return new
 
     @property
     def messages(self) -> int:

@@ -14,8 +14,17 @@ from txbox.errors import Fault, HandlerTimeout, StoreError
 from txbox.handlers import Handler, Run
 from txbox.handlers.body import as_json
 from txbox.message import Message
-from txbox.session import Connection, Failed, Raised, Session, at
+from txbox.session import Connection, Failed, Raised, Session, SettingChange, at
 from txbox.store.codec import Arrival
+
+
+class SettingsChanged(Exception):
+    """A call of a batch has set something that its neighbours would see (promise 2.15)."""
+
+    def __init__(self, change: SettingChange) -> None:
+        super().__init__(change.by)
+        self.by = change.by
+
 
 #: Takes the transaction's own object, or None outside of one; async where its session is.
 Call = Callable[[Any], Any]
@@ -49,6 +58,7 @@ async def handled(
 
     Raises:
         Raised: a call failed; none was made after it.
+        SettingsChanged: a call has set what the next ones must not see.
     """
     works = [list(arrivals)] if handler.options.batch else arrivals
     call_one, run = (_call_async, _run_async) if db.is_async else (_call, _run)
@@ -66,6 +76,8 @@ async def handled(
             raise
         if watched is not None and watched.left():
             raise _left(watched)
+        if watched is not None and watched.changed is not None and not handler.options.shares:
+            raise SettingsChanged(watched.changed)
     return answers
 
 
@@ -142,12 +154,21 @@ def _kept(value: Any, run: Run) -> bytes:
 
 
 async def called_apart(
-    db: Session, groups: Sequence[Sequence[Call]], timeout_s: float | None, *, piped: bool
+    db: Session,
+    groups: Sequence[Sequence[Call]],
+    timeout_s: float | None,
+    *,
+    piped: bool,
+    shares: bool = False,
 ) -> Progress:
     """Call handlers in groups, each between a savepoint and its release.
 
     Args:
         piped: the handler reads no results, so its statements are deferred if the driver can do that.
+        shares: a call may see what another one has set.
+
+    Raises:
+        SettingsChanged: a call has set what the next ones must not see.
     """
     call_one, connection = _call_async if db.is_async else _call, db.connection
     assert connection is not None, "no transaction has begun"
@@ -170,6 +191,8 @@ async def called_apart(
                 answers.append(await call_one(connection, call, timeout_s))
                 if connection.left():
                     raise _left(connection)
+                if connection.changed is not None and not shares:
+                    raise SettingsChanged(connection.changed)
             place.call = len(group)
             at("before:release_savepoint")
             await connection.release_savepoint()
@@ -237,6 +260,9 @@ async def _call(connection: Connection | None, call: Call, timeout_s: float | No
         if is_from_outside(error):
             raise
         raise _raised(error, connection) from error
+    finally:
+        if connection is not None:
+            connection.restore()
     if timeout_s is not None and time.monotonic() - started > timeout_s:
         # a thread cannot be interrupted, but its work is rolled back
         raise _raised(_timeout(timeout_s), connection)
@@ -257,6 +283,9 @@ async def _call_async(connection: Connection | None, call: Call, timeout_s: floa
         if _is_ended(task, error):
             raise
         raise _raised(error, connection) from error
+    finally:
+        if connection is not None:
+            connection.restore()
     at("after:handler")
     return answer
 

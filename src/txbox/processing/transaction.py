@@ -18,7 +18,14 @@ from txbox.connections.base import savepoint_is_gone
 from txbox.errors import Fault, StoreError
 from txbox.handlers import Handler
 from txbox.policy import Batching, Lease, Limits
-from txbox.processing.calls import call_of, called_apart, decode_ahead, handled, undo
+from txbox.processing.calls import (
+    SettingsChanged,
+    call_of,
+    called_apart,
+    decode_ahead,
+    handled,
+    undo,
+)
 from txbox.processing.failure import Recorded, Recorder
 from txbox.session import Raised, Result, Session, Statement, Transaction
 from txbox.store import order
@@ -40,6 +47,7 @@ class End(Enum):
     REFUSED = (
         "refused"  # the server answered COMMIT with an error: it failed, if the next claim wins
     )
+    SETS = "sets"  # a message of a batch has set what the others must not see: rolled back
     WAITS = "waits"  # earlier messages of its key come first: nothing ran
 
 
@@ -83,6 +91,7 @@ class TransactionResult:
         failed: by id, what was recorded in this transaction of handlers that failed under a savepoint.
         called: the ids the handler was called for, in order; may repeat.
         unknown: of a BROKEN transaction, the ids whose effects are unknown.
+        set_by: what shows that a handler has set something, after SETS.
         together: it was for several ids, so locks were not waited for long.
         claimed_at, handled_at: when the claim was answered, and when the handler ended, by `time.monotonic`.
     """
@@ -98,6 +107,7 @@ class TransactionResult:
     failed: dict[str, Recorded] = field(default_factory=_by_id)
     called: list[str] = field(default_factory=_ids_in_order)
     unknown: AbstractSet[str] = frozenset()
+    set_by: str = ""
     together: bool = False
     claimed_at: float = 0.0
     handled_at: float = 0.0
@@ -235,6 +245,10 @@ class HandlerTransaction:
                 if handler.options.pipeline and db.connection is not None:
                     await db.connection.pipe()
                 returned = await handled(db, handler, mine, ran.called)
+        except SettingsChanged as setting:
+            ran.end, ran.set_by = End.SETS, setting.by
+            await db.rollback()
+            return ran
         except Raised as raised:
             await self._raised(db, ran, raised, token)
             return ran
@@ -304,7 +318,11 @@ class HandlerTransaction:
             now = list(itertools.islice(waiting, most))
             calls = [[call_of(handler, arrival, ran.called) for arrival in group] for group in now]
             progress = await called_apart(
-                db, calls, handler.timeout_s, piped=handler.options.pipeline
+                db,
+                calls,
+                handler.timeout_s,
+                piped=handler.options.pipeline,
+                shares=handler.options.shares,
             )
             answers += progress.answers
             for _ in range(progress.released):

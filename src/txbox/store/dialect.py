@@ -157,6 +157,11 @@ def _numbered(text: str, index: int) -> str:
     )
 
 
+#: Texts of ours that set something, for their own transaction. A handler's are looked at for what they set.
+OURS: set[str] = set()
+_SETS = re.compile(r"\bset_config\b|^\s*(?:SET|CREATE TEMP)\b|:=")
+
+
 @lru_cache(maxsize=2048)
 def native(sql: str, style: Style) -> tuple[str, tuple[str, ...]]:
     """Rewrite `:name` parameters for a driver; returns the SQL and the parameter names in order.
@@ -183,7 +188,10 @@ def native(sql: str, style: Style) -> tuple[str, tuple[str, ...]]:
     if style == "format":
         # a bare % outside strings (the modulo operator) would be read as a placeholder
         text = re.sub(r"%%|%(?!s)", "%%", text)
-    return re.sub(r"\n\s*\n", "\n", text).strip(), tuple(names)
+    text = re.sub(r"\n\s*\n", "\n", text).strip()
+    if _SETS.search(text):
+        OURS.add(text)
+    return text, tuple(names)
 
 
 def parse_queries(*texts: str) -> tuple[dict[str, str], dict[str, str]]:

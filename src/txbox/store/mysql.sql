@@ -132,6 +132,17 @@ SET SESSION innodb_lock_wait_timeout = CAST(COALESCE(@txbox_lock_wait, @@SESSION
 -- From here on, whatever ends the transaction (COMMIT, ROLLBACK, DDL, a deadlock) also ends the savepoint.
 SAVEPOINT [canary]
 
+-- name: setters
+-- Routines, and tables with triggers, as far as this user may see them; connections/settings.py judges their texts.
+-- A text that is hidden may set anything.
+SELECT 'function', r.routine_name, COALESCE(r.routine_definition, 'SET SESSION')
+  FROM information_schema.routines AS r
+ WHERE r.routine_schema NOT IN ('sys', 'mysql', 'information_schema', 'performance_schema')
+ UNION ALL
+SELECT 'written', t.event_object_table, COALESCE(t.action_statement, 'SET SESSION')
+  FROM information_schema.triggers AS t
+ WHERE t.trigger_schema NOT IN ('sys', 'mysql')
+
 -- name: close
 -- Fails if this is no longer the claiming transaction.
 RELEASE SAVEPOINT [canary]

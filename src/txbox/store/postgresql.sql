@@ -241,6 +241,45 @@ SAVEPOINT txbox_claim
 -- Checks whether this is the transaction that claimed, even if it has failed.
 ROLLBACK TO SAVEPOINT txbox_claim
 
+-- name: setters
+-- What sets something beyond its own statement (promise 2.15): functions, by their text or because they name one that
+-- does; tables with such a function in a trigger, default or constraint, and the tables they are partitions of; views
+-- and policies that use one. Their texts are judged by connections/settings.py.
+WITH RECURSIVE body AS MATERIALIZED (
+    SELECT p.oid, p.proname::text AS name, p.prosrc || coalesce(pg_get_function_sqlbody(p.oid), '') AS body
+      FROM pg_catalog.pg_proc AS p JOIN pg_catalog.pg_language AS l ON l.oid = p.prolang
+     WHERE p.oid >= 16384 AND l.lanname NOT IN ('internal', 'c') AND p.proname NOT LIKE 'txbox\_%'
+), setter AS (
+    SELECT oid, name, body FROM body
+     WHERE body ~* '\m(set|set_config|set_limit|reset|discard|prepare|temp|temporary)\M'
+       AND CASE WHEN body ~ '--|/\*' THEN regexp_replace(body, '--[^\n]*|/\*([^*]|\*[^/])*\*/', ' ', 'g') || body ELSE body END
+           ~* '\mset_config\M|\mset_limit\M|(^|[;$'']|\("|\m(begin|then|else|loop|atomic)\M)\s*(set|reset|discard|prepare|create\s+((local|global)\s+){0,1}temp(orary){0,1})\M'
+     UNION
+    SELECT b.oid, b.name, 'RESET ALL'
+      FROM setter AS s JOIN body AS b ON b.oid <> s.oid AND strpos(lower(b.body), lower(s.name)) > 0
+), user_of AS (
+    SELECT t.tgrelid AS oid, 'written' AS kind, s.body FROM setter AS s JOIN pg_catalog.pg_trigger AS t ON t.tgfoid = s.oid
+     UNION ALL
+    SELECT coalesce(a.adrelid, c.conrelid, r.ev_class, p.polrelid),
+           CASE WHEN coalesce(a.adrelid, c.conrelid) IS NULL THEN 'used' ELSE 'written' END, s.body
+      FROM setter AS s
+      JOIN pg_catalog.pg_depend AS d ON d.refclassid = 'pg_catalog.pg_proc'::regclass AND d.refobjid = s.oid
+      LEFT JOIN pg_catalog.pg_attrdef AS a ON d.classid = 'pg_catalog.pg_attrdef'::regclass AND a.oid = d.objid
+      LEFT JOIN pg_catalog.pg_constraint AS c ON d.classid = 'pg_catalog.pg_constraint'::regclass AND c.oid = d.objid
+      LEFT JOIN pg_catalog.pg_rewrite AS r ON d.classid = 'pg_catalog.pg_rewrite'::regclass AND r.oid = d.objid
+      LEFT JOIN pg_catalog.pg_policy AS p ON d.classid = 'pg_catalog.pg_policy'::regclass AND p.oid = d.objid
+     UNION ALL
+    SELECT r.ev_class, 'used', 'RESET ALL' FROM pg_catalog.pg_rewrite AS r
+     WHERE r.oid >= 16384 AND strpos(r.ev_action::text, ':funcid ' || 'pg_catalog.set_config'::regproc::oid || ' ') > 0
+), relation AS (
+    SELECT oid, kind, body FROM user_of WHERE oid > 0
+     UNION
+    SELECT i.inhparent, n.kind, n.body FROM relation AS n JOIN pg_catalog.pg_inherits AS i ON i.inhrelid = n.oid
+)
+SELECT 'function', name, body FROM setter
+ UNION
+SELECT n.kind, c.relname::text, n.body FROM relation AS n JOIN pg_catalog.pg_class AS c ON c.oid = n.oid
+
 -- name: close
 -- Fails unless the armed token is still this one, then marks it closed. Whatever a handler has set, the commit of
 -- a claim is never less durable than `on`.

@@ -138,6 +138,9 @@ SELECT "table", rowid, parent, fkid FROM pragma_foreign_key_check
 INSERT INTO txbox_guard (number, token, never) VALUES (1, :token, 1)
 ON CONFLICT (number) DO UPDATE SET token = excluded.token, never = 1
 
+-- nothing: setters
+-- No trigger can set anything here.
+
 -- name: close
 -- Fails (SQLITE_MISMATCH: text is not a row number) unless this is the transaction that armed the guard.
 -- Otherwise gives the row a reference that can be committed.

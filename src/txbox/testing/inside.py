@@ -98,6 +98,8 @@ class _Inside(Database):
         lent = borrow(tx, is_async=_is_async(tx), schema=schema)
         connections = Savepoints(tx, lent)
         super().__init__("the test's transaction", schema, lent.dialect)
+        # it would read the catalogue in the test's transaction
+        self.handler_settings = None
         self.sync = None if lent.is_async else connections
         self.asynchronous = connections if lent.is_async else None
 

@@ -1,0 +1,183 @@
+"""Which statements of a handler set something that another message could see (promise 2.15).
+
+No server says what a transaction has set. So the text of each statement is looked at: for SET and its like, for
+`set_config`, and for the names of the functions, triggers and views of the database that set something themselves.
+
+Source: docs/decisions/0041-settings-stay-with-their-message.md
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from txbox.session import Lasts, SettingChange
+from txbox.store.dialect import OURS
+
+# the catalogue is read again after this long
+_READ_EVERY_S = 30.0
+# texts that are remembered, of at most so many characters, and how far a text is read
+_TEXTS_MAX, _KEPT_CHARACTERS_MAX, _TEXT_CHARACTERS_MAX = 2_000, 10_000, 100_000
+
+# an unclosed comment goes to the end, so that no text takes quadratic time
+_COMMENT = re.compile(r"--[^\n]*|/\*(?:[^*]|\*(?!/))*+(?:\*/|\Z)")
+_WRITES = re.compile(r"\b(?:insert|update|delete|merge|copy|truncate|replace)\b", re.IGNORECASE)
+
+# a word, and whether it is called
+_WORD = re.compile(r"(?P<name>[\w$]++)(?P<called>[\"`]?\s*+\()?")
+_PATTERNS = {
+    "postgresql": re.compile(
+        r"(?:\A|;|\$|\b(?:begin|then|else|loop|atomic)\b)\s*+"
+        r"(?P<word>set|reset|discard|prepare|create\s++(?:(?:local|global)\s++)?temp(?:orary)?)\b\s*+(?P<next>\w++)?"
+        r"|\b(?P<function>set_config|set_limit)\b(?P<local>\s*+\([^()]*\btrue\s*+\))?",
+        re.IGNORECASE,
+    ),
+    "mysql": re.compile(
+        r"(?:\A|;|/\*M?!\d*+)\s*+(?P<word>set(?!\s++statement\b)|use|prepare|lock|create\s++temporary)\b"
+        r"|(?P<function>:=|\binto\s++@)",
+        re.IGNORECASE,
+    ),
+    # a pragma without a value, and those with a table's name, only report
+    "sqlite": re.compile(
+        r"(?:\A|;)\s*+(?P<word>attach\b|detach\b|create\s++temp(?:orary)?\b|pragma\s++(?:\w++\s*+\.\s*+)?"
+        r"(?!table_|index_|foreign_key_|integrity_check|quick_check|wal_checkpoint)\w++\s*+[=(])"
+        r"|\b(?P<function>load_extension)\b",
+        re.IGNORECASE,
+    ),
+}
+# the same in the body of a function, where quotes may enclose a statement
+_BODIES = {
+    "postgresql": re.compile(
+        r"(?:\A|;|\$|'|\(\"|\b(?:begin|then|else|loop|atomic)\b)\s*+"
+        r"(?P<word>set|reset|discard|prepare|create\s++(?:(?:local|global)\s++)?temp(?:orary)?)\b\s*+(?P<next>\w++)?"
+        r"|\b(?P<function>set_config|set_limit)\b(?P<local>\s*+\([^()]*\btrue\s*+\))?",
+        re.IGNORECASE,
+    ),
+    "mysql": re.compile(
+        r"(?P<word>\bset\s++(?:session|local|names|role|transaction|@@)|\bcreate\s++temporary\b|\bprepare\b)"
+        r"|(?P<function>:=|\binto\s++@|(?:\bset|,)\s++@[\w.$]++\s*+=)",
+        re.IGNORECASE,
+    ),
+}
+
+
+def _lasts(match: re.Match[str]) -> Lasts:
+    """How long what a match sets stays on its connection. Only PostgreSQL has more than one answer."""
+    groups = match.groupdict()
+    if "local" not in groups:
+        return Lasts.CONNECTION
+    word, following = (groups[name] or "" for name in ("word", "next"))
+    if word.lower() == "prepare":
+        return Lasts.CONNECTION
+    local = groups["local"] or (
+        word.lower() == "set" and following.lower() in ("local", "transaction", "constraints")
+    )
+    return Lasts.TRANSACTION if local else Lasts.SESSION
+
+
+class Settings:
+    """What the statements of one database set.
+
+    Args:
+        dialect: its name.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, dialect: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pattern, self._body = _PATTERNS[dialect], _BODIES.get(dialect)
+        self._clock = clock
+        #: Texts that set nothing, which most are.
+        self.quiet: set[str] = set()
+        self._texts: dict[str, SettingChange] = {}
+        self._rows: Sequence[Sequence[Any]] = ()
+        # kind → name → what it sets
+        self._named: dict[str, dict[str, SettingChange]] = {}
+        self._read_at: float | None = None
+
+    # -- what the catalogue says --------------------------------------------------------------
+
+    @property
+    def stale(self) -> bool:
+        """Whether the catalogue must be read (again)."""
+        return self._read_at is None or self._clock() - self._read_at > _READ_EVERY_S
+
+    def learn(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Take over what the catalogue has.
+
+        Args:
+            rows: kind, name and body: a function, or a table whose trigger (it must be `written`) or a view whose
+                definition (it need only be `used`) has this body.
+        """
+        self._read_at = self._clock()
+        rows = [tuple(map(_text, row)) for row in rows]
+        if rows == self._rows:
+            return
+        named: dict[str, dict[str, SettingChange]] = {}
+        for kind, name, body in rows:
+            change = None if self._body is None else self._in(body, self._body)
+            if change is not None:
+                names = named.setdefault(kind, {})
+                known = names.get(name.lower(), change)
+                names[name.lower()] = SettingChange(name, max(known.lasts, change.lasts))
+        # in this order: see `of`
+        self._named, self._rows = named, rows
+        self._texts = {}
+        self.quiet.clear()
+
+    # -- what a text says ---------------------------------------------------------------------
+
+    def of(self, text: str) -> SettingChange | None:
+        """What a statement sets that others could see; None for nothing."""
+        if text in self.quiet:
+            return None
+        if (known := self._texts.get(text)) is not None:
+            return known
+        rows = self._rows
+        change = None if text in OURS else self._read(text[:_TEXT_CHARACTERS_MAX])
+        if rows is not self._rows:
+            # another thread has read the catalogue meanwhile
+            return self.of(text)
+        # statements with values in them would fill the memory
+        if len(self.quiet) + len(self._texts) >= _TEXTS_MAX:
+            self.quiet.clear()
+            self._texts = {}
+        if len(text) <= _KEPT_CHARACTERS_MAX and change is None:
+            self.quiet.add(text)
+        elif len(text) <= _KEPT_CHARACTERS_MAX and change is not None:
+            self._texts[text] = change
+        return change
+
+    def _read(self, text: str) -> SettingChange | None:
+        found = self._in(text, self._pattern)
+        return self._of_names(text, found) if self._named else found
+
+    def _of_names(self, text: str, found: SettingChange | None) -> SettingChange | None:
+        functions, used = self._named.get("function", {}), self._named.get("used", {})
+        written = self._named.get("written", {}) if _WRITES.search(text) else {}
+        for match in _WORD.finditer(text):
+            name = match["name"].lower()
+            if match["called"]:
+                found = _longer(found, functions.get(name))
+            found = _longer(_longer(found, used.get(name)), written.get(name))
+        return found
+
+    def _in(self, text: str, pattern: re.Pattern[str]) -> SettingChange | None:
+        found = None
+        # with its comments as well: what looks like one may be part of a string
+        for seen in {text, _COMMENT.sub(" ", text)}:
+            for match in pattern.finditer(seen):
+                by = " ".join(match[0].split()).lstrip(";$'\" ")[:40]
+                found = _longer(found, SettingChange(match["function"] or by, _lasts(match)))
+        return found
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _longer(one: SettingChange | None, other: SettingChange | None) -> SettingChange | None:
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda change: change.lasts)
