@@ -610,8 +610,19 @@ class Watched:
 
     def restore(self) -> None:
         """Undo what a call has set on the object."""
-        raw = self._connection
-        if tuple([getattr(raw, name) for name in _FACTORIES]) != self._during:
+        raw, during, lent = self._connection, self._during, self._lent
+        # for every message: nearly always nothing has changed
+        if (
+            raw.row_factory is during[0]
+            and raw.cursor_factory is during[1]
+            and raw.server_cursor_factory is during[2]
+            and raw.prepare_threshold is during[3]
+            and raw.prepared_max is during[4]
+            and raw.adapters is lent
+            and not lent.changed
+        ):
+            return
+        if tuple([getattr(raw, name) for name in _FACTORIES]) != during:
             if raw.cursor_factory is not self._during[1]:
                 # what such cursors sent was not seen
                 self._sets(SettingChange("cursor_factory", Lasts.CONNECTION))
