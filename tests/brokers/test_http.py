@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import hashlib
 import hmac
 import socket
@@ -22,6 +23,7 @@ import aiohttp
 import pytest
 
 from tests.support.proxy import closed_port
+from tests.support.waiting import DEADLINE_S, room
 from tests.support.webhook.senders import STANDARD_SECRET, Endpoint, serving
 from txbox import App, Message, Outgoing, RelayPolicy, RetryPolicy
 from txbox.brokers.envelope import HTTP
@@ -158,6 +160,53 @@ def test_retry_after_is_read_as_seconds_or_date(
         assert least_s <= answer.retry_after_s <= most_s
 
 
+@pytest.mark.parametrize("length", [b"content-length: 9", b"transfer-encoding: chunked"])
+@pytest.mark.parametrize("ends", ["hangs", "breaks off"])
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [
+        (b"200 OK", None), (b"503 Busy\r\nretry-after: 600", BrokerError), (b"410 Gone", MessageRefused),
+    ],
+)  # fmt: skip
+def test_the_head_stands_whatever_becomes_of_the_body(
+    head: bytes, kind: type | None, ends: str, length: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("txbox.brokers.http._BODY_S", 0.2)
+    over = threading.Event()
+
+    def answer_head(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 " + head + b"\r\n" + length + b"\r\n\r\n")
+        if ends == "hangs":
+            over.wait(DEADLINE_S)
+
+    with raw(answer_head) as (address, connections):
+        started = time.monotonic()
+        (answer,) = answers(Http(address, private=True), message())
+        took_s = time.monotonic() - started
+        over.set()
+    assert answer is None if kind is None else type(answer) is kind
+    assert len(connections) == 1
+    if kind is BrokerError:
+        assert answer.retry_after_s == 600
+    assert took_s < room(4)
+
+
+def test_the_text_of_an_error_is_never_compressed() -> None:
+    compressed = gzip.compress(b"no such order")
+    endpoint_app = Scripted(
+        {b"{}": [(400, {}, b"no such order")], b"1": [(400, {"content-encoding": "gzip"}, compressed)]}
+    )
+    with serving(endpoint_app) as endpoint:
+        first, second = answers(
+            Http(url(endpoint), private=True, concurrency=1), message(), message("m2", payload=b"1")
+        )
+    assert str(first) == "The endpoint answered 400: no such order"
+    # it was not asked for
+    assert [headers["accept-encoding"] for _, headers, _ in endpoint_app.requests] == ["identity"] * 2
+    assert str(second) == "The endpoint answered 400"
+
+
 def test_one_bad_message_costs_its_neighbours_nothing() -> None:
     endpoint_app = Scripted({b"bad": [(400, {}, b"")], b"busy": [(503, {}, b"")]})
     with serving(endpoint_app) as endpoint:
@@ -243,20 +292,6 @@ def test_no_answer_costs_an_attempt(behave: Callable[[socket.socket], None], tri
         (answer,) = answers(http, message())
     assert type(answer) is BrokerError
     assert len(connections) == tries
-
-
-@pytest.mark.parametrize("ends", [hangs_up, silent])
-def test_a_2xx_counts_whatever_becomes_of_its_body(ends: Callable[[socket.socket], None]) -> None:
-    def half(connection: socket.socket) -> None:
-        connection.recv(65536)
-        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n")
-        if ends is silent:
-            silent(connection)
-
-    with raw(half) as (address, connections):
-        http = Http(address, private=True, timeout=timedelta(seconds=1))
-        assert answers(http, message()) == [None]
-    assert len(connections) == 1
 
 
 def test_a_request_that_makes_the_endpoint_fail_late_costs_an_attempt() -> None:

@@ -38,6 +38,8 @@ from txbox.message import Message
 
 _TOPIC = "{topic}"
 _ANSWER_BYTES = 2048
+#: How long an answer waits for its body, which only adds a line of text to it.
+_BODY_S = 2.0
 #: A longer Retry-After is cut to this.
 _RETRY_AFTER_MAX_S = 3600.0
 #: Besides 5xx, a later attempt may succeed after these: timed out, too early, too many requests.
@@ -219,7 +221,12 @@ class HttpPublisher(LoopPublisher):
         )
         return aiohttp.ClientSession(
             connector=connector,
-            headers={"user-agent": "txbox", **self._endpoint.headers},
+            # the first line of an error is shown as it is
+            headers={
+                "user-agent": "txbox",
+                "accept-encoding": "identity",
+                **self._endpoint.headers,
+            },
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
         )
@@ -333,13 +340,16 @@ def _check_url(url: str, private: bool) -> None:
 
 
 async def _answer_of(response: aiohttp.ClientResponse) -> BrokerError | None:
-    status = response.status
+    """Return what the head says; the body, which may hang or break off, never changes that."""
+    status, said = response.status, b""
+    # read after 2xx, too: the connection can then be used again
+    with suppress(TimeoutError, aiohttp.ClientError):
+        async with asyncio.timeout(_BODY_S):
+            said = await response.content.read(_ANSWER_BYTES)
     if 200 <= status < 300:
-        # its body is read only for the sake of the connection, which can then be used again
-        with suppress(TimeoutError, aiohttp.ClientError):
-            await response.content.read(_ANSWER_BYTES)
         return None
-    said = await response.content.read(_ANSWER_BYTES)
+    if response.headers.get("content-encoding", "identity") != "identity":
+        said = b""
     line = said.decode(errors="replace").strip().partition("\n")[0][:500]
     text = f"The endpoint answered {status}{f': {line}' if line else ''}"
     if status in _PASSING or status >= 500:
