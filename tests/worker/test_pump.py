@@ -19,7 +19,7 @@ from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox.brokers.base import Delivery, InFlight, Progress
-from txbox.errors import BrokerError, Fault, StoreError, StoreUnavailable
+from txbox.errors import BrokerError, ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.events import ConsumptionPaused, ConsumptionResumed, MessageUnmatched, SettleFailed
 from txbox.message import Message
 from txbox.session import Session
@@ -130,6 +130,75 @@ def test_only_acknowledgements_that_failed_are_counted(
     assert {event.error for event in shop.emitted(SettleFailed)} == {"a receipt is unknown"}
 
 
+class Refused(Memory):
+    """A source whose broker refuses it in one method, as long as it is told to."""
+
+    refuses: str | None = None
+
+    def _check(self, method: str) -> None:
+        if self.refuses == method:
+            raise ConfigurationError("check user and password")
+
+    def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+        self._check("receive")
+        return super().receive(messages_max, wait_s)
+
+    def tend(self, deliveries: Sequence[Delivery]) -> None:
+        self._check("tend")
+        super().tend(deliveries)
+
+    def settle(self, deliveries: Sequence[Delivery]) -> None:
+        self._check("settle")
+        super().settle(deliveries)
+
+
+@pytest.mark.parametrize("method", ["receive", "tend", "settle"])
+def test_what_is_refused_once_the_worker_has_worked_is_waited_for(shop: Shop, method: str) -> None:
+    """Also by a source that never worked itself: another one's success shows that the worker is set up right."""
+    shop.handler()
+    works, refused = Memory([paid("m1")], endless=True), Refused([], endless=True)
+    refused.name, refused.tend_every_s, refused.refuses = "refused", 0.02, "receive"
+    if method != "receive":
+        refused.refuses = None
+    shop.app.consume(works)
+    shop.app.consume(refused)
+    go = threading.Event()
+    receive = refused.receive
+
+    def receive_behind_the_other(messages_max: int, wait_s: float) -> Sequence[Delivery]:
+        assert go.wait(DEADLINE_S)
+        return receive(messages_max, wait_s)
+
+    vars(refused)["receive"] = receive_behind_the_other
+    with running(worker(shop.app)) as codes:
+        eventually(lambda: len(works.settled) == 1)
+        refused.refuses = method
+        go.set()
+        if method == "receive":
+            (paused, *_) = eventually(lambda: shop.emitted(ConsumptionPaused))
+            assert (paused.source, paused.reason) == ("refused", "check user and password")
+        else:
+            refused.waiting.append(Delivery(paid("m2"), TOPIC))
+            eventually(lambda: effects(shop.raw) == 2)
+        if method == "settle":
+            eventually(lambda: shop.emitted(SettleFailed))
+        assert codes == []
+        refused.refuses = None
+        refused.waiting.append(Delivery(paid("m3"), TOPIC))
+        eventually(lambda: shop.effects("m3") == 1)
+        if method == "receive":
+            eventually(lambda: shop.emitted(ConsumptionResumed))
+        assert codes == []
+
+
+def test_what_is_refused_before_any_source_has_worked_ends_the_worker(shop: Shop) -> None:
+    shop.handler()
+    source = Refused([], endless=True)
+    source.refuses = "receive"
+    shop.app.consume(source)
+    assert worker(shop.app).run() == 2
+
+
 def test_the_thread_that_has_received_runs_the_idle_lane(shop: Shop) -> None:
     """No message waits for another thread to wake, and the pump goes on where it was."""
     received, handled, settled = set[int](), set[int](), set[int]()
@@ -230,7 +299,7 @@ def test_a_lane_that_rests_lets_the_other_thread_receive_at_once(shop: Shop) -> 
     lanes.make()
     pump = Pump(
         shop.app, driver, Memory([]), lanes,
-        name="memory", topics=[TOPIC], in_flight_max=1, stop=lambda: False,
+        name="memory", topics=[TOPIC], in_flight_max=1, stop=lambda: False, worked=threading.Event(),
     )  # fmt: skip
     leads = threading.Thread(target=pump._lead.follow, daemon=True)
     leads.start()

@@ -19,6 +19,7 @@ from txbox.brokers.base import Anchor, Delivery, Source
 from txbox.errors import (
     BrokerError,
     BrokerUnavailable,
+    ConfigurationError,
     Fault,
     StoreError,
     TxboxError,
@@ -66,6 +67,8 @@ class Pump:
         in_flight_max: bound on unsettled deliveries. Their bytes are bounded by twice `Batching.payload_bytes`, plus
             at most what one `receive` returns.
         stop: True when nothing more is to be received.
+        worked: set once a source of this worker has been received from. What a broker refuses from then on is waited
+            for, as somebody may be repairing it; until then it ends the worker.
 
     Guarantee: a delivery is acknowledged only after every consumer has settled its part. Nothing is received while
     the bound is reached, so a database that is away stops the source.
@@ -82,9 +85,11 @@ class Pump:
         topics: Sequence[str],
         in_flight_max: int,
         stop: Callable[[], bool],
+        worked: threading.Event,
     ) -> None:
         self.source = source
         self.name = name
+        self._worked = worked
         self._app = app
         self._driver = driver
         self._lanes = lanes
@@ -274,13 +279,15 @@ class Pump:
         in_flight, asked = bool(self._in_flight), self._room()
         try:
             received = self.source.receive(asked, 0.0 if in_flight else _WAIT_S)
-        except (BrokerUnavailable, StoreError) as error:
+        except (BrokerUnavailable, ConfigurationError, StoreError) as error:
             self._pause(error)
             return None
         except Exception as error:  # noqa: BLE001  # see contain
             self._app.protocol.contain(Boundary.SOURCE, error)
             self._pause(BrokerUnavailable(f"{self.name} raised {type(error).__name__}."))
             return None
+        if not self._worked.is_set():
+            self._worked.set()
         if self._paused_at is not None:
             self._resumed()
         first_s, longest_s = _LOOK_S
@@ -418,9 +425,8 @@ class Pump:
         session.at("before:ack")
         try:
             self.source.settle(deliveries)
-        except Exception as error:
-            if ends_worker(error):
-                raise
+        except Exception as error:  # noqa: BLE001  # raised again if it ends the worker
+            self._raise_if_final(error)
             failed = error.failed if isinstance(error, BrokerError) else None
             count = len(deliveries) if failed is None else failed
             if count:
@@ -467,15 +473,20 @@ class Pump:
         self._tend_at = time.monotonic() + every_s
         try:
             self.source.tend(list(self._in_flight))
-        except Exception as error:
-            if ends_worker(error):
-                raise
+        except Exception as error:  # noqa: BLE001  # raised again if it ends the worker
+            self._raise_if_final(error)
             # it will be delivered again, as a duplicate
             _log.debug("%s could not be tended: %s", self.name, error)
 
-    def _pause(self, error: BrokerUnavailable | StoreError) -> None:
-        if ends_worker(error):
+    def _raise_if_final(self, error: Exception) -> None:
+        """Raise what ends the worker; a refusal does so only before the worker's first success."""
+        if ends_worker(error) and not (
+            isinstance(error, ConfigurationError) and self._worked.is_set()
+        ):
             raise error
+
+    def _pause(self, error: BrokerUnavailable | ConfigurationError | StoreError) -> None:
+        self._raise_if_final(error)
         first_s, longest_s = _PAUSE_S
         now = time.monotonic()
         away = not isinstance(error, StoreError) or error.fault is Fault.UNAVAILABLE

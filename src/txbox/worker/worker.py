@@ -229,7 +229,7 @@ class Worker:
 
     def _open_sources(self, names: Sequence[str], topics: Sequence[Sequence[str]]) -> None:
         """Start a pump for each source, and wait until all are open, or for a stop."""
-        app = self._app
+        app, worked = self._app, threading.Event()
         for consumption, name, wanted in zip(self._consumptions, names, topics, strict=True):
             pump = Pump(
                 app, self._driver, consumption.source, self._lanes,
@@ -237,6 +237,7 @@ class Worker:
                 topics=wanted,
                 in_flight_max=_in_flight_max(app.batching.messages, len(self._lanes)),
                 stop=self._stopping.is_set,
+                worked=worked,
             )  # fmt: skip
             self._pumps[pump] = True
             self._health.pumps.append(pump)
