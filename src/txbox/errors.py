@@ -155,6 +155,10 @@ class NotTried(BrokerError):
     """A message was not sent this time; this does not count as an attempt."""
 
 
+class DestinationRefused(NotTried):
+    """The topic's destination takes no message now: it is full, missing, or this user may not write to it."""
+
+
 class UnusableMessage(TxboxError):
     """The message has no usable id, or contains what no database can store: `quarantine` it, then acknowledge."""
 

@@ -308,18 +308,20 @@ class OutgoingDead(MessageEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayPaused(Event):
-    """A broker is unreachable. Its messages wait in the outbox, and no attempts are counted."""
+    """A broker is unreachable, or refuses one topic. Messages wait in the outbox, and no attempts are counted."""
 
     publisher: str
+    topic: str | None = None
     reason: str
     retry_in_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayResumed(Event):
-    """The broker confirms messages again."""
+    """The broker confirms messages again, or those of one topic."""
 
     publisher: str
+    topic: str | None = None
     paused_s: float
 
 

@@ -195,7 +195,10 @@ def test_the_head_stands_whatever_becomes_of_the_body(
 def test_the_text_of_an_error_is_never_compressed() -> None:
     compressed = gzip.compress(b"no such order")
     endpoint_app = Scripted(
-        {b"{}": [(400, {}, b"no such order")], b"1": [(400, {"content-encoding": "gzip"}, compressed)]}
+        {
+            b"{}": [(400, {}, b"no such order")],
+            b"1": [(400, {"content-encoding": "gzip"}, compressed)],
+        }
     )
     with serving(endpoint_app) as endpoint:
         first, second = answers(
@@ -203,7 +206,9 @@ def test_the_text_of_an_error_is_never_compressed() -> None:
         )
     assert str(first) == "The endpoint answered 400: no such order"
     # it was not asked for
-    assert [headers["accept-encoding"] for _, headers, _ in endpoint_app.requests] == ["identity"] * 2
+    assert [headers["accept-encoding"] for _, headers, _ in endpoint_app.requests] == [
+        "identity"
+    ] * 2
     assert str(second) == "The endpoint answered 400"
 
 

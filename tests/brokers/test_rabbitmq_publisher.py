@@ -32,7 +32,7 @@ from txbox import Message
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.brokers.rabbitmq.client import Connection
 from txbox.brokers.rabbitmq.publisher import RabbitMQPublisher
-from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused
+from txbox.errors import BrokerError, BrokerUnavailable, DestinationRefused, MessageRefused
 
 pytestmark = pytest.mark.brokers
 
@@ -88,7 +88,7 @@ class TestRabbitMQPublisher(PublisherConformance):
             batch = [message(rig, "m1"), message(rig, "m2", topic="hangs"), message(rig, "m3")]
             first, hung, last = publisher.publish(batch, 3)
         assert (first, last) == (None, None)
-        assert type(hung) is BrokerError
+        assert type(hung) is DestinationRefused
         assert ids(arrived(rig, 3)) == {"first", "m1", "m3"}
 
     def test_the_message_that_closes_the_channel_is_found(self, rig: Rig) -> None:
@@ -156,7 +156,7 @@ class TestRabbitMQPublisher(PublisherConformance):
             on_server(rig.address, lambda channel: channel.queue_delete(queue))
         assert answers[0] is None
         assert all(
-            isinstance(answer, BrokerError) and "nack" in str(answer) for answer in answers[1:]
+            type(answer) is DestinationRefused and "nack" in str(answer) for answer in answers[1:]
         )
 
     def test_on_an_exchange_the_topic_is_the_routing_key(self, rig: Rig) -> None:
@@ -195,7 +195,7 @@ class TestRabbitMQPublisher(PublisherConformance):
             )
         with publisher_of(rig, exchange=name) as publisher:
             answers = publisher.publish(several(rig, 100), WITHIN_S)
-        assert {type(answer) for answer in answers} == {BrokerError}
+        assert {type(answer) for answer in answers} == {DestinationRefused}
         assert {name in str(answer) for answer in answers} == {True}
         assert connections <= 2
 

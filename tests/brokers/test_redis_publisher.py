@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from tests.support.brokers.rigs.redis import RedisRig
 from tests.support.servers.control import ThrowawayRedis
 from txbox import Message
 from txbox.brokers.redis import RedisStreams
-from txbox.errors import BrokerError, ConfigurationError, MessageRefused
+from txbox.errors import BrokerUnavailable, ConfigurationError, DestinationRefused
 
 pytestmark = pytest.mark.brokers
 
@@ -84,26 +84,61 @@ class TestRedisPublisher(PublisherConformance):
         with publisher_of(rig, replicas=1) as publisher:
             answers = publisher.publish(several(rig, 2), 1.0)
         assert all(
-            isinstance(answer, BrokerError) and "0 of 1" in str(answer) for answer in answers
+            type(answer) is DestinationRefused and "0 of 1" in str(answer) for answer in answers
         )
         assert ids(arrived(rig, 2)) == {"m0", "m1"}
 
-    def test_a_server_without_memory_takes_nothing_now(self, throwaway_rig: Rig) -> None:
+    def test_a_server_that_refuses_every_write_pauses_the_publisher(
+        self, throwaway_rig: Rig
+    ) -> None:
         with (
             redis.Redis.from_url(throwaway_rig.address) as client,
             publisher_of(throwaway_rig) as publisher,
         ):
             confirmed(publisher, [message(throwaway_rig, "m1")])
-            client.config_set("maxmemory", "1")  # a byte: what an empty server needs differs
-            answers = publisher.publish(
-                [message(throwaway_rig, "m2"), message(throwaway_rig, "m3")], WITHIN_S
-            )
-            assert all(
-                isinstance(answer, BrokerError) and "memory" in str(answer) for answer in answers
-            )
-            assert not any(isinstance(answer, MessageRefused) for answer in answers)
-            client.config_set("maxmemory", "0")
-            confirmed(publisher, [message(throwaway_rig, "m2"), message(throwaway_rig, "m3")])
+            refuses: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+                "memory": (
+                    # a byte: what an empty server needs differs
+                    lambda: client.config_set("maxmemory", "1"),
+                    lambda: client.config_set("maxmemory", "0"),
+                ),
+                "good replicas": (
+                    lambda: client.config_set("min-replicas-to-write", "1"),
+                    lambda: client.config_set("min-replicas-to-write", "0"),
+                ),
+                # of a server that is not there
+                "replica": (
+                    lambda: client.execute_command("REPLICAOF", "127.0.0.1", "1"),
+                    lambda: client.execute_command("REPLICAOF", "NO", "ONE"),
+                ),
+            }
+            for said, (begin, end) in refuses.items():
+                begin()
+                for _ in range(2):
+                    with pytest.raises(BrokerUnavailable, match=said):
+                        publisher.publish(several(throwaway_rig, 3), WITHIN_S)
+                end()
+                confirmed(publisher, [message(throwaway_rig, said)])
+
+    def test_a_right_that_was_taken_away_pauses_the_topic(self, throwaway_rig: Rig) -> None:
+        with redis.Redis.from_url(throwaway_rig.address) as client:
+            rules = ("on", ">secret", "+@all", "~*")
+            client.execute_command("ACL", "SETUSER", "shop", *rules)
+            url = throwaway_rig.address.replace("://", "://shop:secret@")
+            with closing(RedisStreams(url).publisher()) as publisher:
+                confirmed(publisher, [message(throwaway_rig, "m1")])
+                client.execute_command("ACL", "SETUSER", "shop", "resetkeys", "~other")
+                denied, kept = publisher.publish(
+                    [message(throwaway_rig, "m2"), message(throwaway_rig, "m3", topic="other")],
+                    WITHIN_S,
+                )
+                assert (type(denied), kept) == (DestinationRefused, None)
+                client.execute_command("ACL", "SETUSER", "shop", "-xadd")
+                (denied,) = publisher.publish([message(throwaway_rig, "m2")], WITHIN_S)
+                assert type(denied) is DestinationRefused
+                client.execute_command("ACL", "DELUSER", "shop")
+                with pytest.raises(BrokerUnavailable):
+                    publisher.publish([message(throwaway_rig, "m2")], WITHIN_S)
 
 
 def test_without_a_group_it_only_publishes() -> None:

@@ -24,7 +24,7 @@ from tests.support.brokers.rigs.sqs import ACCESS, SqsRig
 from tests.support.servers.control import ThrowawayElasticMQ
 from txbox import Message
 from txbox.brokers.sqs import SQS
-from txbox.errors import BrokerError, MessageRefused
+from txbox.errors import DestinationRefused, MessageRefused
 
 pytestmark = pytest.mark.brokers
 
@@ -95,18 +95,26 @@ class TestSqsPublisher(PublisherConformance):
         assert isinstance(refused, MessageRefused)
         assert kept is None
 
-    @pytest.mark.parametrize("code", ["KmsDisabled", "InvalidSignatureException"])
-    def test_what_no_message_can_help_kills_none(self, rig: Rig, code: str) -> None:
-        answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": 400}}
+    @pytest.mark.parametrize(
+        ("code", "status"),
+        [
+            ("KmsDisabled", 400), ("InvalidSignatureException", 400), ("AccessDenied", 403),
+            ("AWS.SimpleQueueService.NonExistentQueue", 400), ("Unheard", 403),
+        ],
+    )  # fmt: skip
+    def test_what_no_message_can_help_costs_none_an_attempt(
+        self, rig: Rig, code: str, status: int
+    ) -> None:
+        answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
         no_headers: Any = {}
         with publisher_of(rig) as publisher:
             confirmed(publisher, [message(rig, "m1")])
             publisher._client.meta.events.register(
                 "before-call.sqs.SendMessageBatch",
-                lambda **_: (AWSResponse("http://sqs/", 400, no_headers, None), answer),
+                lambda **_: (AWSResponse("http://sqs/", status, no_headers, None), answer),
             )
             answers = publisher.publish(several(rig, 15), WITHIN_S)
-        assert {type(error) for error in answers} == {BrokerError}
+        assert {type(error) for error in answers} == {DestinationRefused}
         assert {code in str(error) for error in answers} == {True}
 
     def test_queues_may_be_given_by_their_urls(self, rig: Rig, sqs_url: str) -> None:

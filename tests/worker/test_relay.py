@@ -17,7 +17,13 @@ from tests.support.recording import Recorder
 from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, Message, Outbox, Outcome, Outgoing, RelayPolicy, RetryPolicy
 from txbox.brokers.local import Local
-from txbox.errors import BrokerError, BrokerUnavailable, MessageRefused, StoreUnavailable
+from txbox.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    DestinationRefused,
+    MessageRefused,
+    StoreUnavailable,
+)
 from txbox.events import (
     Event,
     OutgoingDead,
@@ -477,3 +483,80 @@ def test_a_run_that_is_repeated_stages_the_same_ids(database_url: str, raw: Look
 
 def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def test_a_topic_that_takes_nothing_pauses_alone(
+    database_url: str, plain_connection: Connect, raw: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long: no attempt is counted, other topics go on, and the order of its keys is kept."""
+    monkeypatch.setattr("txbox.worker.relay._PAUSE_S", (0.02, 0.05))
+    full = threading.Event()
+    full.set()
+    broker = Recorder(
+        lambda message: (
+            DestinationRefused("the queue is full")
+            if message.topic == "full" and full.is_set()
+            else None
+        )
+    )
+    events = list[Event]()
+    # more than a batch: those that wait must not hide the others
+    staged(database_url, plain_connection, outgoing(60, keys=5, topic="full"))
+    staged(database_url, plain_connection, outgoing(30, keys=5))
+    with App(
+        database_url, observers=[events.append], relaying=RelayPolicy(batch=20, retry=NOW.retry)
+    ) as app:
+        app.publish(broker)
+        relay = relay_of(app)
+        for _ in range(50):
+            relay.turn()
+        assert [message.topic for message in broker.sent] == ["t"] * 30
+        # by then its attempts would be used up
+        turned_until(relay, lambda: len(_pauses(events)) >= 5, "five refusals")
+        assert raw(database_url).value("SELECT max(attempts) FROM txbox_outbox") == 0
+        assert relay.left()
+        assert {(event.topic, event.reason) for event in _pauses(events)} == {
+            ("full", "the queue is full")
+        }
+        full.clear()
+        turned_until(relay, lambda: left(raw(database_url)) == 0, "all sent")
+        (resumed,) = [event for event in events if isinstance(event, RelayResumed)]
+        assert resumed.topic == "full"
+    assert len(broker.sent) == 90
+    broker.sent = [message for message in broker.sent if message.topic == "full"]
+    assert in_order_of_their_keys(broker)
+
+
+def turned_until(relay: Relay, done: Callable[[], bool], what: str) -> None:
+    def turned() -> bool:
+        relay.turn()
+        return done()
+
+    eventually(turned, what)
+
+
+def _pauses(events: list[Event]) -> list[RelayPaused]:
+    return [event for event in events if isinstance(event, RelayPaused)]
+
+
+def test_so_many_topics_that_take_nothing_pause_the_route(
+    database_url: str, plain_connection: Connect, raw: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("txbox.worker.relay._PAUSED_TOPICS", 3)
+    monkeypatch.setattr("txbox.worker.relay._PAUSE_S", (0.02, 0.05))
+    denied = threading.Event()
+    denied.set()
+    broker = Recorder(lambda _: DestinationRefused("no right") if denied.is_set() else None)
+    events = list[Event]()
+    for number in range(6):
+        staged(database_url, plain_connection, outgoing(2, topic=f"t{number}"))
+    with App(database_url, observers=[events.append], relaying=NOW) as app:
+        app.publish(broker)
+        relay = relay_of(app)
+        assert not relay.turn()
+        turned_until(relay, lambda: len(_pauses(events)) >= 12, "refusals")
+        assert raw(database_url).value("SELECT max(attempts) FROM txbox_outbox") == 0
+        assert {event.topic for event in _pauses(events)} >= {"t0", "t1", "t2", None}
+        denied.clear()
+        turned_until(relay, lambda: left(raw(database_url)) == 0, "all sent")
+    assert len(broker.sent) == 12

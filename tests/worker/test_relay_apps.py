@@ -359,7 +359,8 @@ def test_what_waits_for_another_route_costs_this_one_nothing(
             seen.extend(statements)
             return await carried_out()
 
-        drive_meddled(app._any_sync(), noted, relay._leased, "token")
+        lease = partial(relay._next_lease(), token="token")
+        drive_meddled(app._any_sync(), noted, lease)
         (statement,) = [one for one in seen if one.name == "relay_page"]
         sql, params = _with_literals(statement)
         plan = tx.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {sql}", params).fetchone()[0][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,13 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from txbox.boundaries import Boundary, is_contents
 from txbox.boundaries import log as _log
-from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
+from txbox.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    ConfigurationError,
+    DestinationRefused,
+    MessageRefused,
+)
 from txbox.events import Event
 from txbox.message import Message
 
@@ -320,8 +327,9 @@ class Publisher(Protocol):
                 such a property, as a header otherwise.
             within_s: whatever has not been confirmed by then is an error.
 
-        Returns: for each message None if the broker confirmed it, MessageRefused if it can never
-            accept it, or another BrokerError if it did not confirm it this time.
+        Returns: for each message None if the broker confirmed it, MessageRefused if it can never accept it,
+            DestinationRefused if its topic takes nothing now, or another BrokerError if it did not confirm it
+            this time.
 
         Raises:
             BrokerUnavailable: the broker cannot be reached, and no message's fate is known.
@@ -350,7 +358,8 @@ class Batch:
 
     Args:
         broker: its name, for people.
-        within_s: unconfirmed is the initial answer; whatever is not answered in time keeps it.
+        within_s: unconfirmed is the initial answer; whatever is not answered in time keeps it. From a broker that is
+            there, it is the topic's trouble (no leader, too few replicas) unless others of the topic were confirmed.
     """
 
     def __init__(self, broker: str, messages: Sequence[Message[Any]], within_s: float) -> None:
@@ -362,6 +371,7 @@ class Batch:
             BrokerError(f"{broker} has not confirmed the message for {message.topic!r} within {within_s:g} s.")
             for message in messages
         ]  # fmt: skip
+        self._unconfirmed = list(self.answers)
         #: The broker has answered for at least one message, so it is reachable.
         self.heard = False
         #: Why the broker could not be reached.
@@ -409,7 +419,17 @@ class Batch:
         """
         if self.away is not None and not self.heard:
             raise self.away
-        return list(self.answers)
+        answers = list(self.answers)
+        if self.away is None and any(map(operator.is_, answers, self._unconfirmed)):
+            confirmed = {
+                message.topic
+                for message, answer in zip(self.messages, answers, strict=True)
+                if answer is None
+            }
+            for at, message in enumerate(self.messages):
+                if answers[at] is self._unconfirmed[at] and message.topic not in confirmed:
+                    answers[at] = DestinationRefused(str(answers[at]))
+        return answers
 
 
 def parts(

@@ -33,6 +33,7 @@ from txbox.errors import (
     BrokerError,
     BrokerUnavailable,
     ConfigurationError,
+    DestinationRefused,
     MessageRefused,
     installed,
 )
@@ -647,8 +648,10 @@ _WINDOW = 1000
 _SUBJECT_BYTES_MAX = 1024
 _NO_HEADER_NAME = re.compile(r"[\x00-\x20:\x7f]")
 _NO_SUBJECT = re.compile(r"[\x00-\x20\x7f*>]|^\.|\.$|\.\.|^$")
-#: The err_code for a message larger than its stream allows.
-_TOO_LARGE = frozenset({10054})
+#: The server's err_code where only the message can be the reason: it, or its headers, are larger than is allowed.
+_OF_A_MESSAGE = frozenset({10054, 10097})
+#: … and where, unlike other requests with code 400, it concerns the stream or the account: limits, or a sealed stream.
+_OF_THE_STREAM = frozenset({10002, 10109, 10120})
 
 
 class NatsPublisher(LoopPublisher):
@@ -795,18 +798,21 @@ def _add(block: bytearray, name: str, value: str | bytes | None) -> None:
 
 def _error_of(got: Msg, topic: str) -> BrokerError | None:
     if (got.headers or {}).get("Status") == "503":
-        return BrokerError(f"No NATS stream has the subject {topic!r}: create one.")
+        return DestinationRefused(f"No NATS stream has the subject {topic!r}: create one.")
     try:
         answer: Any = json.loads(got.data)
         if answer.get("error") is None and answer["stream"]:
             return None
-        code, text = answer["error"]["err_code"], answer["error"]["description"]
+        error = answer["error"]
+        status, code, text = error["code"], error["err_code"], error["description"]
     except (ValueError, KeyError, TypeError, AttributeError):
-        return BrokerError(
+        return DestinationRefused(
             f"Whatever answers on subject {topic!r} is not a stream, so nothing confirms that the message is kept."
         )
-    if code in _TOO_LARGE:
+    if code in _OF_A_MESSAGE:
         return MessageRefused(f"The stream of {topic!r} will not accept the message ({text}).")
+    if status == 404 or status >= 500 or code in _OF_THE_STREAM:
+        return DestinationRefused(f"The stream of {topic!r} takes no message now ({text}).")
     return BrokerError(f"The stream of {topic!r} did not accept the message ({text}).")
 
 

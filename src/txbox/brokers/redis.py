@@ -34,6 +34,7 @@ from txbox.errors import (
     BrokerError,
     BrokerUnavailable,
     ConfigurationError,
+    DestinationRefused,
     MessageRefused,
     installed,
 )
@@ -73,16 +74,13 @@ _REFUSED = {
     "retry_on_timeout": "a silent retry of a read loses what the first answer held",
     "single_connection_client": "the source opens its own connections",
 }
-# what waiting can cure: a failover, a full disk, a long script
-_PASSING = frozenset({"BUSY", "MISCONF", "NOREPLICAS", "UNBLOCKED"})
-_PASSING_ERRORS = (
-    exceptions.ConnectionError,
-    exceptions.TimeoutError,
-    exceptions.ReadOnlyError,
-    exceptions.OutOfMemoryError,
-    exceptions.TryAgainError,
-    exceptions.ClusterDownError,
-)
+#: Codes of the server, whatever the command is: a failover, a full disk, too little memory, a long script, a cluster.
+_OF_THE_SERVER = frozenset({
+    "ASK", "BUSY", "CLUSTERDOWN", "CROSSSLOT", "LOADING", "MASTERDOWN", "MISCONF", "MOVED", "NOAUTH", "NOMASTERLINK",
+    "NOREPLICAS", "OOM", "READONLY", "TRYAGAIN", "UNBLOCKED", "WRONGPASS",
+})  # fmt: skip
+#: … and of one stream: its key holds something else, or this user may not write to it.
+_OF_THE_STREAM = frozenset({"NOPERM", "WRONGTYPE"})
 
 
 class RedisStreams(Source):
@@ -428,7 +426,7 @@ class RedisStreams(Source):
                 self._ready = False
                 sentence = f"{self.name} cannot be read ({error}): {mistake}."
                 raise refusal(sentence, worked=self._was_ready) from error
-            if isinstance(error, _PASSING_ERRORS) or code_of(error) in _PASSING:
+            if _of_the_server(error):
                 # a reply may have been lost on its way; what it held is pending under our name
                 self._ready, self._broken = False, True
                 raise BrokerUnavailable(f"Redis is unavailable: {error}") from error
@@ -465,9 +463,34 @@ def _facts(client: Any, stream: str, claim_idle_s: float) -> Facts:
     )
 
 
+#: The client gives these errors a class and drops their code.
+_CODES: dict[type[Exception], str] = {
+    exceptions.AskError: "ASK",
+    exceptions.AuthenticationError: "WRONGPASS",
+    exceptions.BusyLoadingError: "LOADING",
+    exceptions.MasterDownError: "MASTERDOWN",
+    exceptions.ClusterCrossSlotError: "CROSSSLOT",
+    exceptions.ClusterDownError: "CLUSTERDOWN",
+    exceptions.NoPermissionError: "NOPERM",
+    exceptions.OutOfMemoryError: "OOM",
+    exceptions.ReadOnlyError: "READONLY",
+    exceptions.TryAgainError: "TRYAGAIN",
+}
+
+
 def code_of(error: Exception) -> str:
     """Return the error code that every Redis error reply begins with."""
+    for kind, code in _CODES.items():
+        if isinstance(error, kind):
+            return code
     return getattr(error, "status_code", None) or str(error).partition(" ")[0]
+
+
+def _of_the_server(error: object) -> bool:
+    """Whether waiting may cure it, whatever the command was: the connection, or the server's state."""
+    if isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError)):
+        return True
+    return isinstance(error, exceptions.RedisError) and code_of(error) in _OF_THE_SERVER
 
 
 def _as_it_came(reply: object, **_: object) -> object:
@@ -544,13 +567,6 @@ def delivery_of(
 _PART_COMMANDS = 500
 _PART_BYTES = 4 * 1024 * 1024
 _FIELD_BYTES_MAX = 512 * 1024 * 1024
-#: The server is there but cannot write now: a failover is under way, or data is being loaded.
-_CANNOT_WRITE = (
-    exceptions.ReadOnlyError,
-    exceptions.ClusterDownError,
-    exceptions.MasterDownError,
-    exceptions.BusyLoadingError,
-)
 
 
 class RedisPublisher:
@@ -603,10 +619,12 @@ class RedisPublisher:
                 if time.monotonic() > until:
                     break
                 replies = self._run([command for _, command in part], timeout_s)
-                if all(isinstance(reply, _CANNOT_WRITE) for reply in replies) and not batch.heard:
-                    raise replies[0]
+                away = next((reply for reply in replies if _of_the_server(reply)), None)
                 for (at, _), reply in zip(part, replies, strict=True):
-                    batch.answer(at, _error_of(reply, messages[at].topic))
+                    if not _of_the_server(reply):
+                        batch.answer(at, _error_of(reply, messages[at].topic))
+                if away is not None:
+                    raise away
         except exceptions.RedisError as error:
             self.close()
             batch.lose(f"Redis is unavailable: {error}", error)
@@ -643,7 +661,7 @@ class RedisPublisher:
             return replies
         *replies, copies = replies
         if isinstance(copies, exceptions.RedisError) or copies < self._replicas:
-            missing = BrokerError(
+            missing = DestinationRefused(
                 f"Only {copies} of {self._replicas} replicas of Redis confirmed the entry in time."
             )
             return [reply if isinstance(reply, Exception) else missing for reply in replies]
@@ -675,13 +693,13 @@ def _bytes_of(command: list[bytes]) -> int:
 
 
 def _error_of(reply: object, topic: str) -> BrokerError | None:
-    if isinstance(reply, exceptions.OutOfMemoryError):
-        return BrokerError(
-            f"Redis is out of memory for stream {topic!r}: raise maxmemory, or trim streams with maxlen=."
-        )
     if isinstance(reply, BrokerError):
         return reply
-    if isinstance(reply, Exception):
+    if isinstance(reply, exceptions.RedisError):
+        if code_of(reply) in _OF_THE_STREAM:
+            return DestinationRefused(
+                f"Redis takes no entry for {topic!r} ({reply}): check the key, and the rights of this user."
+            )
         return BrokerError(
             f"Redis did not accept the entry for {topic!r} ({reply}): check the key."
         )

@@ -33,7 +33,13 @@ from txbox.brokers.base import (
 )
 from txbox.brokers.envelope import PACKED, SQS_GROUPED, Pair, clock, utf8
 from txbox.brokers.envelope import SQS as SQS_TRANSPORT
-from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
+from txbox.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    ConfigurationError,
+    DestinationRefused,
+    MessageRefused,
+)
 from txbox.identity import scoped_id
 from txbox.message import Headers, HeaderValue, Message
 
@@ -57,6 +63,11 @@ _OF_A_MESSAGE = frozenset({
     _MALFORMED, "BatchRequestTooLong", "InvalidAttributeValue", "InvalidMessageContents", "InvalidParameterValue",
     "MissingParameter", "UnsupportedOperation",
 })  # fmt: skip
+#: The queue or its key (those begin with Kms), the account or its credentials.
+_OF_THE_QUEUE = frozenset({
+    "AccountProblem", "IncompleteSignature", "InvalidSignatureException", "NotAuthorized", "OptInRequired",
+    "QueueDeletedRecently",
+})  # fmt: skip
 #: Throttling or server trouble, whatever the messages are.
 _LATER = ("Throttl", "RequestThrottled", "OverLimit", "ServiceUnavailable", "InternalError",
           "InternalFailure", "RequestExpired", "ExpiredToken")  # fmt: skip
@@ -65,11 +76,15 @@ _LATER = ("Throttl", "RequestThrottled", "OverLimit", "ServiceUnavailable", "Int
 class _CallError(Exception):
     """SQS refused a call or one of its entries, or could not be reached."""
 
-    def __init__(self, code: str, *, away: bool = False) -> None:
+    def __init__(self, code: str, *, away: bool = False, status: int = 400) -> None:
         super().__init__(code)
         self.code = code
         self.away = away
-        self.of_a_message = code.rpartition(".")[2] in _OF_A_MESSAGE
+        short = code.rpartition(".")[2]
+        self.of_a_message = short in _OF_A_MESSAGE
+        self.of_the_queue = (
+            status in (401, 403) or short.startswith("Kms") or short in _OF_THE_QUEUE
+        )
 
 
 def _new_client(given: Mapping[str, Any], within_s: float) -> Any:
@@ -126,7 +141,7 @@ def _call(method: Callable[..., Any], **arguments: Any) -> Any:
         code = str(error.response.get("Error", {}).get("Code", ""))
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400))
         away = status >= 500 or any(fragment in code for fragment in _LATER)
-        raise _CallError(code, away=away) from error
+        raise _CallError(code, away=away, status=status) from error
     except (boto.BotoCoreError, ResponseParserError) as error:
         # connections, timeouts, credentials that are temporarily unavailable
         raise _CallError(type(error).__name__, away=True) from error
@@ -746,9 +761,9 @@ def _fail(batch: Batch, at: Iterable[int], error: _CallError, topic: str) -> Non
 
 def _error_of(error: _CallError, topic: str) -> BrokerError:
     if error.code in _GONE:
-        return BrokerError(f"SQS has no queue {topic!r} ({error.code}): create it.")
+        return DestinationRefused(f"SQS has no queue {topic!r} ({error.code}): create it.")
     if error.code in _DENIED:
-        return BrokerError(
+        return DestinationRefused(
             f"Access to queue {topic!r} was denied ({error.code}): check the region and the permissions."
         )
     if error.of_a_message:
@@ -756,6 +771,8 @@ def _error_of(error: _CallError, topic: str) -> BrokerError:
             f"SQS will not accept the message for queue {topic!r} ({error.code}): "
             "make it smaller, or correct its attributes."
         )
+    if error.of_the_queue:
+        return DestinationRefused(f"Queue {topic!r} takes no message now ({error.code}).")
     return BrokerError(f"SQS did not accept the message for queue {topic!r} ({error.code}).")
 
 

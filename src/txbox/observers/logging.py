@@ -71,7 +71,7 @@ class LoggingObserver:
         self._log = logger or logging.getLogger("txbox")
         self._lock = threading.Lock()
         # ongoing troubles: when each was last logged, and its cause
-        self._troubles: dict[tuple[type[Event], str | None, str | None], tuple[float, str]] = {}
+        self._troubles: dict[tuple[type[Event], *tuple[str | None, ...]], tuple[float, str]] = {}
 
     def __call__(self, event: Event) -> None:
         level = _LEVELS.get(type(event), logging.INFO)
@@ -111,7 +111,7 @@ class LoggingObserver:
         name = _BEGINS.get(begins)
         if name is None:
             return level, None
-        key = (begins, event.consumer, getattr(event, name))
+        key = (begins, event.consumer, getattr(event, name), getattr(event, "topic", None))
         now = time.monotonic()
         with self._lock:
             if kind is not begins:

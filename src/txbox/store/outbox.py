@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from txbox.errors import ConfigurationError
@@ -81,6 +81,16 @@ class Taken:
     others: bool = True
     whole: bool = False
     fits: Callable[[str, str | None], bool] = lambda _topic, _type: True
+
+    def only(self, topic: str) -> Taken:
+        """Return the same route with this topic alone."""
+        return replace(self, topics=[topic], others=False, whole=False)
+
+    def without(self, topics: Collection[str]) -> Taken:
+        """Return the same route without these topics; of `whole`, none can be left out."""
+        if self.others:
+            return replace(self, topics=[*self.topics, *topics])
+        return replace(self, topics=[topic for topic in self.topics if topic not in topics])
 
     @property
     def params(self) -> dict[str, Any]:

@@ -12,7 +12,9 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from txbox import session as points
@@ -26,6 +28,7 @@ from txbox.errors import (
     CURABLE,
     BrokerError,
     BrokerUnavailable,
+    DestinationRefused,
     MessageRefused,
     NotTried,
     StoreError,
@@ -60,6 +63,10 @@ _TOGETHER_S = 0.005
 #: The shortest and the longest pause while the broker is away, and how often a pause checks for a stop.
 _PAUSE_S = (0.2, 10.0)
 _STOP_S = 0.2
+#: Of a topic that its destination refuses: rows that find out whether it still does, and topics that pause singly.
+_PROBE_ROWS = 10
+_PAUSED_TOPICS = 100
+_REST_S = 2.0
 #: The shortest and the longest time between two looks for rows to adopt.
 _ADOPT_S = (1.0, 10.0)
 _ERROR_BYTES = 1024
@@ -72,6 +79,14 @@ class Perform(Protocol):
     """Runs an operation and waits for it to end."""
 
     def __call__(self, operation: Operation[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
+
+
+@dataclass(slots=True)
+class TopicPause:
+    """A topic that its destination refuses, by the monotonic clock."""
+
+    since: float
+    until: float
 
 
 class Relay:
@@ -104,12 +119,14 @@ class Relay:
         self._delivered = delivered
         self._polled = polled
         self._policy = app.relaying
-        self._store = OutboxStore(app.store.dialect, app.store.columns)
+        self._store = self._new_store()
         self._publisher: Publisher | None = None
         self._woken = threading.Event()
         self._staged = False
         self._pause_s = _BUSY_S
         self._paused_at: float | None = None
+        self._paused_topics: dict[str, TopicPause] = {}
+        self._look_s = 0.0
         self._adopt_at, self._adopt_s = 0.0, _ADOPT_S[0]
         local = route.destination is None
         self._taken = Taken(
@@ -163,8 +180,13 @@ class Relay:
         """Lease and send one batch; returns whether there may be more to do at once."""
         if self._publisher is None and time.monotonic() >= self._adopt_at:
             self._adopt()
+        if self._paused_topics:
+            # every look passes over their rows, however many: leave the database most of its time
+            time.sleep(min(3 * self._look_s, _REST_S))
         token = secrets.token_hex(16)
-        look = self._patiently(lambda db: self._leased(db, token))
+        lease, started = self._next_lease(), time.monotonic()
+        look = self._patiently(lambda db: lease(db, token=token))
+        self._look_s = time.monotonic() - started
         if look is None:
             return False
         if not look.rows:
@@ -174,16 +196,31 @@ class Relay:
         send = self._deliver if self._publisher is None else self._publish
         return send(look.rows, token)
 
-    async def _leased(self, db: Session, token: str) -> Look:
-        return await self._store.lease(
-            db,
-            token=token,
-            # while the broker is away, a single row probes it
-            limit=self._policy.batch if self._paused_at is None else 1,
+    def _next_lease(self) -> Callable[..., Coroutine[Any, Any, Look]]:
+        """Return the query for the next rows: of all topics that take some, or of one whose pause is over."""
+        now = time.monotonic()
+        # while the broker is away, a single row probes it
+        limit = self._policy.batch if self._paused_at is None else 1
+        store, taken = self._store, self._taken
+        if self._paused_topics:
+            taken = taken.without(self._paused_topics)
+            for topic, pause in self._paused_topics.items():
+                if pause.until <= now:
+                    pause.until = now + _pause_for(pause.since)
+                    # several: a message that is never confirmed must not look like a topic that takes none
+                    limit = min(limit, _PROBE_ROWS)
+                    store, taken = self._new_store(), taken.only(topic)
+                    break
+        return partial(
+            store.lease,
+            limit=limit,
             payload_bytes=self._app.batching.payload_bytes,
             lease_s=self._policy.lease.total_seconds(),
-            taken=self._taken,
+            taken=taken,
         )
+
+    def _new_store(self) -> OutboxStore:
+        return OutboxStore(self._app.store.dialect, self._app.store.columns)
 
     def left(self) -> bool:
         """Whether rows that this relay takes are due or leased."""
@@ -212,7 +249,12 @@ class Relay:
             return
         poll_s = self._policy.poll.total_seconds()
         idle = self._polled and self._pause_s >= poll_s
-        woken = self._woken.wait(None if idle else self._pause_s * random.uniform(0.75, 1.0))
+        wait_s = None if idle else self._pause_s * random.uniform(0.75, 1.0)
+        if self._paused_topics:
+            probe_at = min(pause.until for pause in self._paused_topics.values())
+            probe_s = max(probe_at - time.monotonic(), _BUSY_S)
+            wait_s = probe_s if wait_s is None else min(wait_s, probe_s)
+        woken = self._woken.wait(wait_s)
         if self._staged:
             # the transaction that staged commits a moment later, and rows seldom come alone
             time.sleep(_TOGETHER_S)
@@ -253,6 +295,10 @@ class Relay:
                     unsent.append(row)
                 else:
                     failed.append((row, answer))
+            if unsent or self._paused_topics:
+                reachable = self._pause_topics(wave, answers)
+                unsent += [row for row in left if row.message.topic in self._paused_topics]
+                left = [row for row in left if row.message.topic not in self._paused_topics]
             left = self._behind(left, unsent, failed)
         points.at("relay:published")
         self._record(confirmed, failed, unsent, token, started)
@@ -379,12 +425,39 @@ class Relay:
             return as_structured(row.message, route.source)
         return as_binary(row.message, route.source, publisher.event_prefix)
 
-    def _broker_away(self, error: Exception) -> None:
+    def _pause_topics(self, wave: Sequence[Staged], answers: Sequence[Exception | None]) -> bool:
+        """Pause the topics that are refused, resume those that are not; returns whether the broker takes anything."""
+        refusals: dict[str, DestinationRefused] = {}
+        answered: set[str] = set()
+        for row, answer in zip(wave, answers, strict=True):
+            if isinstance(answer, DestinationRefused):
+                refusals.setdefault(row.message.topic, answer)
+            elif not isinstance(answer, NotTried):
+                answered.add(row.message.topic)
         now = time.monotonic()
-        since = self._paused_at or now
-        self._paused_at = since
-        # pause for as long as it has been away so far
-        pause_s = min(max(now - since, _PAUSE_S[0]), _PAUSE_S[1])
+        for topic in answered.intersection(self._paused_topics).difference(refusals):
+            paused_s = now - self._paused_topics.pop(topic).since
+            self._app.events.emit(RelayResumed(publisher=self.name, topic=topic, paused_s=paused_s))
+            # the next look must not begin behind its rows
+            self._store = self._new_store()
+        for topic, refusal in refusals.items():
+            if topic not in self._paused_topics and len(self._paused_topics) >= _PAUSED_TOPICS:
+                # so many are not left out singly
+                self._broker_away(refusal)
+                return False
+            pause = self._paused_topics.setdefault(topic, TopicPause(now, now))
+            pause_s = _pause_for(pause.since)
+            pause.until = now + pause_s
+            self._app.events.emit(
+                RelayPaused(
+                    publisher=self.name, topic=topic, reason=str(refusal), retry_in_s=pause_s
+                )
+            )
+        return True
+
+    def _broker_away(self, error: Exception) -> None:
+        self._paused_at = self._paused_at or time.monotonic()
+        pause_s = _pause_for(self._paused_at)
         self._app.events.emit(
             RelayPaused(
                 publisher=self.name,
@@ -650,6 +723,12 @@ class Relays:
             for relay, running in zip(self._relays, self._threads, strict=False)
             if running.is_alive()
         ]
+
+
+def _pause_for(since: float) -> float:
+    """Pause for as long as the trouble has lasted so far."""
+    first_s, longest_s = _PAUSE_S
+    return min(max(time.monotonic() - since, first_s), longest_s)
 
 
 def _wave(rows: Sequence[Staged]) -> tuple[list[Staged], list[Staged]]:

@@ -13,8 +13,20 @@ from confluent_kafka import KafkaError, KafkaException
 
 from txbox.brokers.base import LAST_WORD_S, Batch
 from txbox.brokers.envelope import KAFKA, utf8
-from txbox.brokers.kafka.client import ALL_BROKERS_DOWN, ClientLog, producer_options, text_of
-from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, MessageRefused
+from txbox.brokers.kafka.client import (
+    ALL_BROKERS_DOWN,
+    REFUSALS,
+    ClientLog,
+    producer_options,
+    text_of,
+)
+from txbox.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    ConfigurationError,
+    DestinationRefused,
+    MessageRefused,
+)
 from txbox.message import Message
 
 _PROBE_S = 5.0
@@ -36,6 +48,19 @@ _OF_THE_BATCH = {
     KafkaError.RECORD_LIST_TOO_LARGE,
     KafkaError.INVALID_RECORD,
     KafkaError.INVALID_TIMESTAMP,
+}
+#: Rights, quotas and replicas: whatever the message is.
+_OF_THE_TOPIC = REFUSALS | {
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    KafkaError.POLICY_VIOLATION,
+    KafkaError.THROTTLING_QUOTA_EXCEEDED,
+    KafkaError.KAFKA_STORAGE_ERROR,
+    KafkaError.NOT_ENOUGH_REPLICAS,
+    KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.REQUEST_TIMED_OUT,
+    KafkaError.INVALID_REQUIRED_ACKS,
 }
 _NEVER = _OF_THE_BATCH | {KafkaError.TOPIC_EXCEPTION, KafkaError.UNSUPPORTED_FOR_MESSAGE_FORMAT}
 
@@ -85,7 +110,7 @@ class KafkaPublisher:
                 # is anybody there? asked by a new producer, as the old one may still be waiting
                 self._connected(time.monotonic() + LAST_WORD_S)
         self._proven = self._proven or None in batch.answers
-        return batch.answers
+        return batch.outcome()
 
     def close(self) -> None:
         producer, self._producer = self._producer, None
@@ -177,7 +202,6 @@ class _Batch(Batch):
 
     def __init__(self, broker: str, messages: Sequence[Message[Any]], within_s: float) -> None:
         super().__init__(broker, messages, within_s)
-        self._unconfirmed = list(self.answers)
         self._refused: dict[tuple[str, int], list[int]] = defaultdict(list)
 
     def report(self, at: int, error: KafkaError | None, _: object) -> None:
@@ -191,7 +215,7 @@ class _Batch(Batch):
                 self._refused[topic, error.code()].append(at)
 
     def suspects(self) -> dict[int, BrokerError | None]:
-        """Return the messages that may have been refused because of a neighbour, with their previous answers."""
+        """Return the messages that may have been refused because of a neighbour, as unconfirmed again."""
         # a message that was refused alone was already a batch of its own
         return {
             at: self._unconfirmed[at]
@@ -228,5 +252,7 @@ def _error_of(error: KafkaError, topic: str) -> BrokerError:
             "make it smaller, or correct its topic, key or time."
         )
     if code in _UNKNOWN:
-        return BrokerError(f"Kafka has no topic {topic!r} ({text}): create it.")
+        return DestinationRefused(f"Kafka has no topic {topic!r} ({text}): create it.")
+    if code in _OF_THE_TOPIC:
+        return DestinationRefused(f"Kafka takes no message for topic {topic!r} ({text}).")
     return BrokerError(f"Kafka did not accept the message for topic {topic!r} ({text}).")

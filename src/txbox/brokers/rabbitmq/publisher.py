@@ -29,7 +29,7 @@ from txbox.brokers.base import Batch
 from txbox.brokers.envelope import RABBITMQ, utf8
 from txbox.brokers.loop import LoopPublisher, error_text
 from txbox.brokers.rabbitmq.client import TROUBLE, Connection, close_quietly
-from txbox.errors import BrokerError, MessageRefused, UnusableMessage
+from txbox.errors import BrokerError, DestinationRefused, MessageRefused, UnusableMessage
 from txbox.identity import message_id
 from txbox.message import HeaderValue, Message
 
@@ -128,24 +128,22 @@ class RabbitMQPublisher(LoopPublisher):
                 mandatory=True, wait=False,
             )  # fmt: skip
         except PublishError:
-            batch.answer(
-                at, BrokerError(f"No queue receives messages for {where}: declare or bind one.")
-            )
+            refusal = f"No queue receives messages for {where}: declare or bind one."
+            batch.answer(at, DestinationRefused(refusal))
         except DeliveryError:
-            batch.answer(
-                at,
-                BrokerError(f"A queue did not accept the message for {where} (nack): is it full?"),
-            )
+            # the same answer whatever the message is
+            refusal = f"A queue did not accept the message for {where} (nack): is it full?"
+            batch.answer(at, DestinationRefused(refusal))
         else:
             batch.answer(at, None)
 
     def _refusal(self, topic: str, reason: BaseException) -> BrokerError:
         if isinstance(reason, ChannelNotFoundEntity):
-            return BrokerError(
+            return DestinationRefused(
                 f"RabbitMQ has no exchange {self._exchange!r} ({error_text(reason)}): declare it."
             )
         if isinstance(reason, ChannelAccessRefused):
-            return BrokerError(
+            return DestinationRefused(
                 f"RabbitMQ does not let this user publish {topic!r} ({error_text(reason)}): check its permissions."
             )
         if isinstance(reason, ConnectionInternalError):
