@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -15,12 +17,13 @@ from tests.support.brokers.conformance import SourceConformance
 from tests.support.brokers.example_runs import booked, example
 from tests.support.brokers.rigs import Alone, Note, Rig
 from tests.support.brokers.rigs.nats import NatsRig
+from tests.support.proxy import Proxy
 from tests.support.servers.control import ThrowawayNats
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, room
 from txbox import ConfigurationError, Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.nats import Nats
-from txbox.errors import BrokerUnavailable
+from txbox.errors import BrokerError, BrokerUnavailable
 from txbox.identity import message_id
 
 pytestmark = pytest.mark.brokers
@@ -299,3 +302,38 @@ def test_the_example(stream: Stream, postgresql_url: str) -> None:
     ):
         eventually(lambda: booked(postgresql_url) == [(1, 5)])
         eventually(lambda: not stream.outstanding("billing"))
+
+
+def test_a_connection_that_is_lost_without_an_end_is_replaced(
+    nats_url: str, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a firewall that forgets it: the client's own pings took six minutes."""
+    monkeypatch.setattr("txbox.brokers.nats._PULL_S", 0.5)
+    monkeypatch.setattr("txbox.brokers.nats._CONFIRM_S", 1.0)
+    with Proxy(nats_url) as proxy:
+        source = Nats(proxy.url, durable="shop", stream=stream.stream)
+        source.open([stream.topic], Alone(), Alone())
+        try:
+            stream.publish(Note("m1"))
+            source.settle(received(source))
+            proxy.lose()
+            stream.publish(Note("m2"))
+            found: list[Delivery] = []
+
+            def again() -> bool:
+                with suppress(BrokerUnavailable):
+                    found.extend(source.receive(100, 0.1))
+                return bool(found)
+
+            started = time.monotonic()
+            eventually(again, "the next message")
+            # a request that gets no answer, and a new connection
+            assert time.monotonic() - started < room(12)
+            proxy.lose()
+            # its acknowledgement is not confirmed on this one, but on the next
+            with pytest.raises(BrokerError):
+                source.settle(found)
+            source.settle(found)
+        finally:
+            source.close()
+        assert stream.outstanding() == 0

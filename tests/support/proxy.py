@@ -31,7 +31,8 @@ class Proxy:
 
     "before": the COMMIT never reaches the server. "after": the server has answered it, the client
     never hears. Each cut is one; afterwards everything passes again. `hang()` is a server that accepts
-    connections and says nothing, until `go_on()`; `refuse()` ends all connections, and takes no new ones.
+    connections and says nothing, until `go_on()`; `refuse()` ends all connections, and takes no new ones. `lose()` is a
+    network that drops what the connections made so far send, without an end; new ones pass.
     """
 
     def __init__(self, url: str) -> None:
@@ -45,6 +46,7 @@ class Proxy:
         self.cut: Cut | None = None
         self.cuts = 0
         self._refusing = False
+        self._lost: set[socket.socket] = set()
         # a connection is either made before all of them end, or it is refused
         self._lock = threading.Lock()
         #: Set once a client waits for an answer that does not come.
@@ -80,6 +82,10 @@ class Proxy:
         for each in made:
             _end(each)
 
+    def lose(self) -> None:
+        with self._lock:
+            self._lost.update(self._sockets)
+
     def go_on(self) -> None:
         self._refusing = False
         self._flows.set()
@@ -110,6 +116,8 @@ class Proxy:
         self, client: socket.socket, server: socket.socket, deaf: threading.Event
     ) -> None:
         while data := _read(client):
+            if client in self._lost:
+                continue
             cut = self.cut if _COMMIT.search(data) else None
             if cut is not None:
                 self.cut, self.cuts = None, self.cuts + 1
@@ -133,6 +141,8 @@ class Proxy:
             if not greeted:
                 data, greeted = _without_tls(data), True
             self._flows.wait()
+            if client in self._lost:
+                continue
             if deaf.is_set() or not _write(client, data):
                 break
         _end(server)

@@ -87,6 +87,10 @@ class Link(Protocol):
         """Why it no longer works; None while it does."""
         ...
 
+    def lose(self, reason: str) -> None:
+        """Make it count as lost, if it does not already."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -153,6 +157,9 @@ class LoopSource(Source, Generic[AnyLink]):
         except ConfigurationError as error:
             raise refusal(str(error), worked=self._was_linked) from error
         except self.trouble as error:
+            if self._link is not None:
+                # a connection may be dead without an end: what got no answer is asked on a new one
+                self._link.lose(error_text(error))
             raise BrokerUnavailable(
                 f"{self.name} cannot be reached ({error_text(error)}): it will be tried again."
             ) from error

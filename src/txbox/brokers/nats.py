@@ -52,6 +52,8 @@ Connected = TypeVar("Connected", bound="Client")
 
 # -- the connection -----------------------------------------------------------------------------------
 
+#: A connection that answers none of three is lost.
+_PING_S = 10
 #: Errors that waiting can cure: no server, no leader, a connection lost meanwhile.
 _TROUBLE = (nats.errors.Error, OSError, TimeoutError)
 
@@ -105,7 +107,8 @@ async def connect(
         try:
             # a subscription that survived a reconnect can fall silent, so every connection gets new ones
             await client.connect(
-                servers=[server], **{"error_cb": _noted, **options},
+                # by default, six minutes without an answer pass before a connection counts as lost
+                servers=[server], **{"error_cb": _noted, "ping_interval": _PING_S, **options},
                 allow_reconnect=False, max_reconnect_attempts=1, reconnect_time_wait=0.1,
             )  # fmt: skip
         except _TROUBLE as error:
@@ -459,6 +462,7 @@ class Link:
         self._buffer = buffer
         self._arrived = asyncio.Event()
         self.pulls: list[Pull] = []
+        self._lost: str | None = None
 
     @property
     def js(self) -> Any:
@@ -466,7 +470,10 @@ class Link:
 
     @property
     def lost(self) -> str | None:
-        return None if self._client.is_connected else "the server is gone"
+        return self._lost or (None if self._client.is_connected else "the server is gone")
+
+    def lose(self, reason: str) -> None:
+        self._lost = self._lost or reason
 
     async def start(self, pull: Pull) -> None:
         pull.inbox = self._client.new_inbox()
@@ -523,6 +530,7 @@ class Link:
                 continue
             if isinstance(answer, _TROUBLE):
                 missing += 1
+                self.lose("an acknowledgement was not confirmed")
             elif isinstance(answer, BaseException):
                 raise answer
         return missing

@@ -45,6 +45,8 @@ _TICK_S = 0.1
 _LOOK_AT_PARENT_S = 1.0
 # the end of a grace that handlers do not have: sources, relays and the database are left in it, 3 s or a third
 _CLOSE_S = 3.0
+# a source or relay whose broker hangs gets this long of a grace, or half of what is left of it
+_HUNG_S = 5.0
 # something is broken: what still runs may end, but nobody waits for it as long as in a drain
 _AFTER_CRASH_S = 10.0
 # deliveries of one source: more would only be memory, and withheld from other workers
@@ -384,15 +386,21 @@ class Worker:
             left += ["the webhooks were still answering"] if self._serving else []
         for pump in self._pumps:
             pump.finish()
-        self._wait_until(lambda: not any(self._pumps.values()), last)
+        hung_s = min(_HUNG_S, self._left_s(last) / 2)
+        hung_at = time.monotonic() + hung_s
+        self._wait_until(lambda: not any(self._pumps.values()), self._left_s(0.0) - hung_s)
         left += [
-            f"the source {pump.name} did not close" for pump, runs in self._pumps.items() if runs
+            f"the source {pump.name} did not close within {hung_s:.2g} s"
+            for pump, runs in self._pumps.items()
+            if runs
         ]
         self._background.end()
         self._health.closing()
         if self._relays is not None:
+            relays_s = max(hung_at - time.monotonic(), 0.0)
             left += [
-                f"the relay to {name} did not end" for name in self._relays.join(self._left_s(last))
+                f"the relay to {name} did not end within {hung_s:.2g} s"
+                for name in self._relays.join(relays_s)
             ]
         # should the watch of supervisor.py be first, it says the same
         self._awaited = [*left, *self._silent]
@@ -442,9 +450,10 @@ class Worker:
         """Say how it ended: in the log, and as the exit status."""
         if self._crash is None:
             if left:
+                over = not self._left_s(last_s(self._grace_s))
                 _log.error(
-                    "The drain was cut off after its grace of %g s: %s. What was not settled is delivered again.",
-                    self._grace_s,
+                    "The drain was cut off%s: %s. What was not settled is delivered again.",
+                    f" after its grace of {self._grace_s:g} s" if over else "",
                     ", ".join(left),
                 )
             return 1 if left else 0

@@ -180,10 +180,8 @@ class RabbitMQ(LoopSource["Link"]):
         link = self._linked(receiving=True)
         found = link.take(messages_max, wait_s)
         if not found and link.lost is None and link.silent_s() > self._check_s:
-            try:
+            with suppress(BrokerUnavailable):
                 self._call(link.check(self._queues))
-            except BrokerUnavailable as error:
-                link.lose(str(error))
         return found
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
@@ -195,7 +193,6 @@ class RabbitMQ(LoopSource["Link"]):
         try:
             self._call(link.acknowledge(tags))
         except BrokerUnavailable as error:
-            link.lose(str(error))
             error.failed = len(tags)
             raise
 
