@@ -29,13 +29,13 @@ from tests.support.brokers.kafka import (
 from tests.support.brokers.rigs import Rig
 from tests.support.brokers.rigs.kafka import KafkaRig
 from tests.support.servers.control import ThrowawayKafka
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from txbox import Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.kafka import source as kafka_source
 from txbox.errors import BrokerUnavailable, ConfigurationError
-from txbox.events import TopicMissing
+from txbox.events import MessagesLost, TopicMissing
 from txbox.identity import message_id
 
 pytestmark = pytest.mark.brokers
@@ -238,7 +238,9 @@ def test_what_the_call_that_lost_a_partition_took_from_it_is_the_next_owners(
     """Committing it would skip what the next owner has in flight."""
     topic, group_id = new_topic(kafka_bootstrap), new_group()
     produce(kafka_bootstrap, topic, range(1))
-    with opened(Kafka(kafka_bootstrap, group=group_id), topic) as source:
+    # each of the two calls takes a message then, and none the news that there are no more
+    alone = Kafka(kafka_bootstrap, group=group_id, enable_partition_eof=False)
+    with opened(alone, topic) as source:
         take(source, 1)
         consumer: Any = RebalancedWithin(source._open_consumer())
         source._consumer = consumer
@@ -261,6 +263,54 @@ def test_gaps_of_transactions_are_no_gaps(kafka_bootstrap: str) -> None:
         source.settle(found)
     with opened(Kafka(kafka_bootstrap, group=group_id), topic) as source:
         assert nothing_comes(source)
+
+
+@pytest.mark.parametrize("when", ["while it reads", "while nobody reads"])
+def test_what_retention_deleted_before_it_was_read_is_reported(
+    kafka_bootstrap: str, when: str
+) -> None:
+    topic, group_id = new_topic(kafka_bootstrap), new_group()
+    seen: Any = Reports()
+    source = Kafka(kafka_bootstrap, group=group_id)
+    source.open([topic], seen, seen)
+    try:
+        produce(kafka_bootstrap, topic, range(3))
+        source.settle(take(source, 3))
+        if when == "while nobody reads":
+            source.close()
+        else:
+            # what the client has fetched already is not lost
+            source._pause()
+        produce(kafka_bootstrap, topic, range(3, 10))
+        admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
+        (deleted,) = admin.delete_records([TopicPartition(topic, 0, 8)]).values()
+        deleted.result(DEADLINE_S)
+        if when == "while nobody reads":
+            source.open([topic], seen, seen)
+        found = take(source, 2)
+        assert [delivery.tag.offset for delivery in found] == [8, 9]
+        ((count, named, reason),) = [(one.count, one.topic, one.reason) for one in seen.reported]
+        assert (count, named) == (5, topic)
+        assert "offsets 3 to 7" in reason
+    finally:
+        source.close()
+
+
+class Reports:
+    """In flight is nothing; it remembers what is reported."""
+
+    def __init__(self) -> None:
+        self.reported: list[MessagesLost] = []
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    def settled(self, among: Any, within_s: float) -> list[Delivery]:
+        del among, within_s
+        return []
+
+    def report(self, event: Any) -> None:
+        self.reported.append(event)
 
 
 # -- the assignment in the log ----------------------------------------------------------------

@@ -71,6 +71,19 @@ class TestKafkaPublisher(PublisherConformance):
         assert [at for at, answer in enumerate(answers) if answer is not None] == [100]
         assert isinstance(answers[100], MessageRefused)
 
+    def test_the_topic_decides_how_large_a_message_may_be(self, rig: Rig) -> None:
+        """And not the client, whose own limit is lower than a topic's by default, and than what topics are set to."""
+        topic = f"wide-{rig.topic}"
+        new_topic(rig.address, topic, {"max.message.bytes": "5000000"})
+        with publisher_of(rig) as publisher:
+            large = message(rig, "large", topic=topic, payload=b"x" * 4_000_000)
+            default = message(rig, "default", payload=b"x" * 1_040_000)
+            confirmed(publisher, [large, default])
+            (answer,) = publisher.publish(
+                [message(rig, "larger", topic=topic, payload=b"x" * 6_000_000)], WITHIN_S
+            )
+        assert isinstance(answer, MessageRefused)
+
     def test_a_topic_that_is_made_later_takes_messages_then(self, rig: Rig) -> None:
         topic = f"later-{rig.topic}"
         sent = message(rig, "m1", topic=topic)

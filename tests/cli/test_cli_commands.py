@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.command import Command
+from tests.support.command import SHOP, Command
 from tests.support.databases import FreshDatabase, Raw
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.warm import Warm
@@ -284,6 +284,18 @@ def test_several_processes_share_the_work(shop: Command, view: Raw) -> None:
     assert shop(
         "run", "nowhere:app", "--once", "--processes", "2", env={"TXBOX_APP": ""}, code=2
     ).sentence
+
+
+def test_several_processes_are_refused_one_static_member(sqlite_shop: Command) -> None:
+    """Each would end the other's membership, for ever."""
+    sqlite_shop.file(
+        "shop.py",
+        f"{SHOP}\n"
+        "from txbox.brokers.kafka import Kafka\n"
+        "app.consume(Kafka('localhost:1', group='g', group_instance_id='one'), topics=['orders'])\n",
+    )
+    said = sqlite_shop("run", "--processes", "2", code=2).sentence
+    assert "kafka:g cannot be read by 2 processes: group.instance.id='one'" in said
 
 
 def test_several_processes_say_together_that_a_message_died(sqlite_shop: Command) -> None:

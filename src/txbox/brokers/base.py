@@ -194,6 +194,16 @@ class Examinable(Protocol):
         ...
 
 
+@runtime_checkable
+class Single(Protocol):
+    """A source that perhaps only one process may open."""
+
+    @property
+    def one_process(self) -> str | None:
+        """Why only one process may open it; None if any number may."""
+        ...
+
+
 class Source(Protocol):
     """Where deliveries come from. Methods are called by one thread at a time, but not always by the same one.
 

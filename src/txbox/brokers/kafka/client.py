@@ -20,6 +20,8 @@ _INTERNAL = "__"
 _DEFAULTS = {
     "auto.offset.reset": "earliest",
     "isolation.level": "read_committed",
+    # control records end a transaction: the offset behind them shows only there
+    "enable.partition.eof": True,
     # the synchronous commit when partitions are given back waits this long for a broker that hangs
     "socket.timeout.ms": 10_000,
 }
@@ -38,6 +40,8 @@ _REFUSED = {
 _PRODUCER_DEFAULTS: dict[str, Any] = {
     # as the JVM clients do: a key maps to one partition, whoever publishes it
     "partitioner": "murmur2_random",
+    # the topic's max.message.bytes decides, not the client's 1 MB; a broker closes connections that send over 100 MB
+    "message.max.bytes": 64 * 1024 * 1024,
     # a missing topic is reported within this time, instead of only when the message times out
     "topic.metadata.propagation.max.ms": 3_000,
 }
@@ -168,7 +172,12 @@ class ClientLog:
 
     _log = logging.getLogger("txbox.kafka")
 
+    def __init__(self) -> None:
+        #: It has said that it reads on elsewhere than where it was, which no error says. Whoever acts on it resets it.
+        self.jumped = False
+
     def log(self, level: int, text: str, facility: str, *more: str) -> None:
+        self.jumped = self.jumped or facility == "OFFSET"
         known = facility in _SAID_BY_ERRORS
         self._log.log(logging.DEBUG if known else level, text, facility, *more)
 

@@ -38,6 +38,7 @@ class Partition:
         placed: it is known where reading starts; nothing is handed out before that.
         moved: reading must restart elsewhere, although it is under way.
         front: the last record below which everything is settled; asked: the one last sent for commit.
+        jumped: the client may have jumped over messages before the next one.
         floor: the first offset since offsets have been anchored.
         anchor: as it was before anything was handed out that the front may come to cover.
     """
@@ -53,6 +54,7 @@ class Partition:
     last: int = -1
     placed: bool = True
     moved: bool = False
+    jumped: bool = False
     floor: int | None = None
     anchor: Anchor | None = None
 

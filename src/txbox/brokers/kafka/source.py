@@ -39,7 +39,7 @@ from txbox.errors import (
     StoreError,
     UnusableMessage,
 )
-from txbox.events import TopicMissing
+from txbox.events import MessagesLost, TopicMissing
 from txbox.identity import message_id
 from txbox.message import Headers
 
@@ -121,6 +121,7 @@ class Kafka(Source):
         # subscribed topics that do not exist; the client says so once for each
         self._missing: set[str] = set()
         self._missing_at = 0.0
+        self._client_log = ClientLog()
         self._paused = False
         self._closing = False
         self._window = 0
@@ -129,6 +130,12 @@ class Kafka(Source):
     @property
     def name(self) -> str:
         return f"kafka:{self._group or self._servers}"
+
+    @property
+    def one_process(self) -> str | None:
+        """Why only one process may open it; None if any number may."""
+        member = self._config.get("group.instance.id")
+        return None if member is None else f"group.instance.id={member!r} names one member"
 
     @property
     def redelivery_s(self) -> float:
@@ -170,7 +177,7 @@ class Kafka(Source):
         try:
             self._consumer = client.Consumer(
                 self._config | {"error_cb": self._on_client_error, "on_commit": self._on_commit},
-                logger=ClientLog(),
+                logger=self._client_log,
             )
             self._consumer.subscribe(
                 [_ALL_TOPICS] if "*" in topics else list(topics),
@@ -252,17 +259,57 @@ class Kafka(Source):
                 # the log was truncated, or the topic made again: what is in flight belongs to another past
                 self._topic_ids.forget(topic)
                 partition = self._partitions.replace(partition)
+            if self._client_log.jumped or partition.jumped:
+                self._check_jump(partition, offset)
             record = partition.deliver(offset, raw.leader_epoch(), self._window)
             self._held.append((raw, record))
         elif error.code() == MAX_POLL_EXCEEDED:
             _log.warning("%s: %s; joining the group again.", self.name, error.str())
-        elif error.code() != PARTITION_EOF:
+        elif error.code() == PARTITION_EOF:
+            partition = self._partitions.get((raw.topic() or "", raw.partition() or 0))
+            last = (raw.offset() or 0) - 1
+            if partition is not None and 0 <= partition.last < last:
+                # behind the last message are control records only: without this, the lag would never be zero
+                partition.settle(partition.deliver(last, None, 0))
+        else:
             if error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
                 # no trouble for the other topics
                 self._missing.add(raw.topic() or "")
                 self._missing_at = 0.0
             else:
                 self._trouble = error
+
+    def _check_jump(self, partition: Partition, offset: int) -> None:
+        """Report what retention deleted between the last message, or the last commit, and this one."""
+        if self._client_log.jumped:
+            # the log does not say for which partition
+            self._client_log.jumped = False
+            for each in self._partitions.values():
+                each.jumped = True
+        partition.jumped = False
+        consumer = self._open_consumer()
+        at = TopicPartition(partition.topic, partition.number)
+        try:
+            first = partition.last + 1
+            if not first:
+                (committed,) = consumer.committed([at], timeout=_PROBE_S)
+                first = committed.offset
+            oldest, _ = consumer.get_watermark_offsets(at, timeout=_PROBE_S)
+        except KafkaException as error:
+            _log.debug("%s: nothing is known of deleted messages: %s", self.name, text_of(error))
+            return
+        lost = min(oldest, offset) - first
+        if first < 0 or lost <= 0:
+            return
+        reason = (
+            f"lost upstream: retention deleted offsets {first} to {first + lost - 1} of {partition.topic}"
+            f"[{partition.number}] before group {self._group} could process them: raise retention.ms or .bytes."
+        )
+        _log.warning("%s", reason)
+        if self._in_flight is not None:
+            self._in_flight.report(
+                MessagesLost(source=self.name, topic=partition.topic, count=lost, reason=reason)
+            )
 
     def _handed_out(self, messages_max: int) -> list[Delivery]:
         found: list[Delivery] = []
