@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import StrEnum
+from types import MappingProxyType
 from typing import cast
 
 # user:password@ in a URL, up to the last @ of the word, because an unencoded password may contain any other delimiter;
@@ -83,6 +84,7 @@ class Fault(StrEnum):
     SCHEMA = "schema"  # undefined table, column or function
     PREPARED = "prepared"  # a pooler mixed up prepared statements
     TIMEOUT = "timeout"  # a server-side time limit on a statement or transaction
+    CONTENT = "content"  # a value that it cannot hold: too large, out of range, or not in its character set
     OTHER = "other"
 
 
@@ -166,6 +168,16 @@ class UnusableMessage(TxboxError):
     message_id: str = ""
 
 
+class UnreadableMessage(TxboxError):
+    """A stored message cannot be read: its codec fails on it or lacks its key, or somebody has altered the row.
+
+    It costs the message an attempt; when the attempts are used up it is dead, with its content as it was stored.
+    """
+
+    #: The columns of its content, as they are stored.
+    stored: Mapping[str, object] = MappingProxyType({})
+
+
 class PayloadMismatch(TxboxError):
     """A known message id arrived with a different payload: roll back, `quarantine` it, then acknowledge."""
 
@@ -182,7 +194,7 @@ class Retry(TxboxError):
     """Raised by a handler that wants to be retried.
 
     Args:
-        after: wait before the next attempt; None leaves it to the retry policy.
+        after: wait before the next attempt, at most ten years; None leaves it to the retry policy.
     """
 
     def __init__(
@@ -193,16 +205,24 @@ class Retry(TxboxError):
         self.after = after
 
 
-def check_duration(name: str, given: object) -> None:
-    """Check that an argument is a timedelta or None.
+#: Ten years. Beyond it, sums of times soon leave what databases and Python can express.
+LONGEST = timedelta(days=3653)
+
+
+def check_duration(name: str, value: object) -> None:
+    """Check that an argument is a timedelta of at most ten years, or None.
 
     Raises:
         ConfigurationError: it is something else.
     """
-    if given is not None and not isinstance(given, timedelta):
+    if value is None:
+        return
+    if not isinstance(value, timedelta):
         raise ConfigurationError(
-            f"{name} is {given!r}: give a timedelta, such as timedelta(seconds=5)."
+            f"{name} is {value!r}: give a timedelta, such as timedelta(seconds=5)."
         )
+    if abs(value) > LONGEST:
+        raise ConfigurationError(f"{name} is {value!r}: it must be at most ten years.")
 
 
 class Reject(TxboxError):

@@ -6,9 +6,10 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import datetime
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
 from txbox.boundaries import blamed
 from txbox.errors import ConfigurationError, UnusableMessage
@@ -19,6 +20,8 @@ _UUID_V7_TIME = slice(0, 6)
 #: Reserved: a plain id that starts with this is hashed too.
 DIGEST_PREFIX = "sha256:"
 ID_BYTES_MAX = 255
+#: Of topic, type, key and content type: the narrowest column of the supported databases.
+TEXT_BYTES_MAX = 1024
 #: An effect's consumer and topic are this plus its name.
 EFFECT_PREFIX = "effect:"
 #: A tombstone's hash. No payload hashes to it, not even the empty one.
@@ -81,15 +84,105 @@ def checked_text(text: str, what: str) -> bytes:
     Raises:
         UnusableMessage: the text contains NUL or lone surrogates.
     """
+    encoded = _encoded(text, what)
+    if b"\0" in encoded:
+        raise UnusableMessage(f"The {what} contains a NUL character.")
+    return encoded
+
+
+def _encoded(text: str, what: str) -> bytes:
     try:
-        encoded = text.encode()
+        return text.encode()
     except UnicodeEncodeError:
         raise UnusableMessage(
             f"The {what} contains lone surrogates: it is not valid text."
         ) from None
-    if b"\0" in encoded:
-        raise UnusableMessage(f"The {what} contains a NUL character.")
-    return encoded
+
+
+class Fields(Protocol):
+    """What a message, incoming or outgoing, carries beside its payload."""
+
+    @property
+    def topic(self) -> object: ...
+    @property
+    def type(self) -> object: ...
+    @property
+    def key(self) -> object: ...
+    @property
+    def content_type(self) -> object: ...
+
+
+def check_fields(message: Fields) -> None:
+    """Check topic, type, key and content type of a message that is to be stored, on whatever database.
+
+    Raises:
+        UnusableMessage: not text, or too long for the narrowest column of the supported databases.
+    """
+    if message.topic is None:
+        raise UnusableMessage("The topic is None: it must be text.")
+    check_text("topic", message.topic)
+    check_text("type", message.type)
+    check_text("key", message.key)
+    check_text("content_type", message.content_type)
+
+
+def check_text(what: str, value: object) -> None:
+    """Check one text, or None, as `check_fields` does."""
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise UnusableMessage(
+            f"The {what} is {with_article(type(value).__name__)}: it must be text."
+        )
+    plain = value.isascii() and "\0" not in value and len(value) <= TEXT_BYTES_MAX
+    if not plain and len(checked_text(value, what)) > TEXT_BYTES_MAX:
+        raise UnusableMessage(f"The {what} has more than {TEXT_BYTES_MAX} bytes.")
+
+
+def check_headers(headers: Headers, *, sent: bool = False) -> int:
+    """Check the values of headers; returns how many characters these and the names have.
+
+    Args:
+        sent: by the outbox, and so as UTF-8; the inbox keeps text of every kind, escaped.
+
+    Raises:
+        UnusableMessage: a value is not text, bytes or None.
+    """
+    characters = 0
+    pairs = cast("Iterable[tuple[str, Any]]", headers)
+    for name, value in pairs:
+        if value is None:
+            characters += len(name)
+            continue
+        if not isinstance(value, (str, bytes)):
+            raise UnusableMessage(
+                f"The header {name[:80]!r} is {with_article(type(value).__name__)}: it must be text, bytes or None."
+            )
+        if sent:
+            _encoded(name, "name of a header")
+            if isinstance(value, str):
+                _encoded(value, f"header {name[:80]!r}")
+        characters += len(name) + len(value)
+    return characters
+
+
+def check_numbers(sequence: object, time: object) -> None:
+    """Check the version and the time of a message.
+
+    Raises:
+        UnusableMessage: they are something else, or do not fit into their columns.
+    """
+    if sequence is not None:
+        if not isinstance(sequence, int) or isinstance(sequence, bool):
+            raise UnusableMessage(
+                f"The sequence is {with_article(type(sequence).__name__)}: it must be an integer."
+            )
+        if not -(2**63) <= sequence < 2**63:
+            raise UnusableMessage("The sequence does not fit into 64 bits.")
+    if time is not None and not isinstance(time, datetime):
+        raise UnusableMessage(
+            f"The time is {with_article(type(time).__name__)}: it must be a datetime."
+        )
 
 
 def checked_consumer(name: object) -> str:

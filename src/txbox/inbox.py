@@ -18,10 +18,18 @@ from txbox.errors import (
     StoreError,
     TxboxError,
     UnusableMessage,
+    check_duration,
 )
-from txbox.handlers import check_texts
 from txbox.handlers.body import as_json
-from txbox.identity import PayloadHash, checked_consumer, message_id, payload_hash
+from txbox.identity import (
+    PayloadHash,
+    check_fields,
+    check_headers,
+    check_numbers,
+    checked_consumer,
+    message_id,
+    payload_hash,
+)
 from txbox.message import Message
 from txbox.outcome import Status
 from txbox.policy import Limits
@@ -112,7 +120,7 @@ class Inbox:
 
         Raises:
             PayloadMismatch: the id is known with a different payload: roll back, `quarantine`, acknowledge.
-            UnusableMessage: no usable id, or a topic, type or key that no database can store: the same.
+            UnusableMessage: no usable id, or a field or header that no database can store: the same.
             MessageInProgress: the timeout passed: do not acknowledge; your transaction is still usable.
             SchemaError: a table is missing; the message contains the command to run.
             StoreError: the database refused; if `fault` is CONFLICT, roll back and start again.
@@ -241,7 +249,9 @@ class Inbox:
         # without a payload, an id by itself is not compared; a Message without one is a tombstone
         compared = given is message or payload is not None
         try:
-            check_texts(given)
+            check_fields(given)
+            check_headers(given.headers)
+            check_numbers(given.sequence, given.time)
             hashed = payload_hash(given, self._payload_hash) if compared else None
         except UnusableMessage as error:
             error.message_id = identity
@@ -271,6 +281,7 @@ class Inbox:
         bound: timedelta | None,
     ) -> list[Acceptance]:
         store = InboxStore(dialect, self._columns)
+        check_duration("timeout", bound)
         if bound is None:
             return await self._accepted(db, store, arrivals)
         await _if_needed(db, dialect, "savepoint")

@@ -70,10 +70,11 @@ def headers_in(text: str) -> Headers:
     Raises:
         ValueError, TypeError, KeyError: it is something else.
     """
-    return Headers((name, _value_in(value)) for name, value in json.loads(text))
+    return Headers((name, header_value(value)) for name, value in json.loads(text))
 
 
-def _value_in(value: Any) -> HeaderValue:
+def header_value(value: Any) -> HeaderValue:
+    """Read one value, as `headers_in` does."""
     if value is None or isinstance(value, str):
         return value
     return base64.b64decode(value["b64" if "b64" in value else "base64"], validate=True)

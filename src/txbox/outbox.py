@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -14,10 +15,24 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from txbox.brokers.base import Destination
 from txbox.brokers.local import Local
 from txbox.connections import borrow
-from txbox.errors import ConfigurationError, check_duration
-from txbox.handlers import HandlerOptions, Handlers, Run, is_async_function, listed, running
+from txbox.errors import ConfigurationError, UnusableMessage, check_duration
+from txbox.handlers import (
+    HandlerOptions,
+    Handlers,
+    Run,
+    check_name,
+    is_async_function,
+    listed,
+    running,
+)
 from txbox.handlers.body import as_json
-from txbox.identity import EFFECT_PREFIX, checked_text, derived_id, time_ordered_id
+from txbox.identity import (
+    EFFECT_PREFIX,
+    check_fields,
+    check_headers,
+    derived_id,
+    time_ordered_id,
+)
 from txbox.message import HeaderPairs, Headers, HeaderValue, Message
 from txbox.session import Transaction, run, run_async, twin_of
 from txbox.store.codec import Codec, Columns
@@ -163,7 +178,7 @@ class Outbox:
                 stage under several keys in different orders can deadlock.
 
         Raises:
-            UnusableMessage: a topic, type or key that no database can store.
+            UnusableMessage: a topic, type, key or header that its consumers could not store either.
             ConfigurationError: nobody publishes this topic and no handler names it; or several
                 messages are being handled and `cause` is missing.
             SchemaError: a table is missing; the message contains the command to run.
@@ -251,17 +266,16 @@ class Outbox:
 
     def _check(self, messages: Iterable[Outgoing]) -> None:
         for message in messages:
-            if not message.topic:
+            if message.topic in ("", None):
                 raise ConfigurationError("An outgoing message needs a topic.")
             check_duration("delay", message.delay)
             if message.ordered and message.key is None:
                 raise ConfigurationError(
                     "ordered=True needs a key: it orders the messages of one key."
                 )
-            for what in ("topic", "type", "key", "content_type"):
-                text: str | None = getattr(message, what)
-                if text is not None:
-                    checked_text(text, what)
+            check_fields(message)
+            if message.headers:
+                check_headers(Headers(message.headers), sent=True)
 
     def _headers(self, message: Outgoing, message_id: str, cause: Message[Any] | None) -> Headers:
         headers, passed = Headers(message.headers), passed_on(cause)
@@ -373,6 +387,8 @@ class Routes:
             (), cloudevents=cloudevents, source=source, name=name or "",
         )  # fmt: skip
         named = (_ALL,) if topics is None else listed("app.publish", topics)
+        for topic in named:
+            check_name("topic", topic)
         if _ALL in named:
             if self._others is not None:
                 raise ConfigurationError(
@@ -577,6 +593,7 @@ class DeadLetters:
         topic = found[0].options.dead_letter_topic if found else None
         if topic is None:
             return
+        headers = _letter_headers(message, consumer, attempts, error_type)
         letter = Outgoing(
             topic=topic,
             # a tombstone becomes an empty letter
@@ -584,12 +601,25 @@ class DeadLetters:
             type=message.type,
             key=message.key,
             content_type=message.content_type,
-            headers=_letter_headers(message, consumer, attempts, error_type),
+            headers=headers,
         )
         named = {"consumer": consumer, "message_id": str(message.id)}
         ((death,),) = (await db.execute(dialect.statement("last_death", named))).rows
         with Run(consumer, (message,), first=_DEATH - death):
-            await self._outbox.staging(db, dialect, [letter], otherwise=LOCAL)
+            try:
+                await self._outbox.staging(db, dialect, [letter], otherwise=LOCAL)
+            except UnusableMessage as error:
+                # the codec fails on it, or it is as an earlier release took it: what can be said is said
+                empty = replace(
+                    letter, body=b"", type=None, key=None, content_type=None,
+                    headers=[*headers[-_LETTER_HEADERS:], ("dead-letter-content", str(error))],
+                )  # fmt: skip
+                with suppress(UnusableMessage):
+                    await self._outbox.staging(db, dialect, [empty], otherwise=LOCAL)
+
+
+# how many _letter_headers adds
+_LETTER_HEADERS = 5
 
 
 def _letter_headers(

@@ -11,11 +11,13 @@ from datetime import UTC, datetime, time, timedelta
 from typing import Literal, cast
 
 from txbox.boundaries import blamed
-from txbox.errors import ConfigurationError
+from txbox.errors import LONGEST, ConfigurationError
 from txbox.message import parsed
 
 #: How long a process that stops may drain: Kubernetes kills what has not ended 30 s after SIGTERM.
 GRACE = timedelta(seconds=25)
+# the largest INTEGER of the supported databases
+_INTEGER_MAX = 2**31 - 1
 
 
 def _check(condition: bool, policy: object, field: str, allowed: str) -> None:
@@ -29,8 +31,13 @@ def _check(condition: bool, policy: object, field: str, allowed: str) -> None:
 def _check_durations(policy: object, *fields: str, zero: bool = False) -> None:
     for field in fields:
         value = getattr(policy, field)
-        fits = isinstance(value, timedelta) and (value > timedelta(0) or (zero and not value))
-        _check(fits, policy, field, f"a timedelta {'of zero or more' if zero else 'above zero'}")
+        fits = (
+            isinstance(value, timedelta)
+            and (value > timedelta(0) or (zero and not value))
+            and value <= LONGEST
+        )
+        least = "of zero or more" if zero else "above zero"
+        _check(fits, policy, field, f"a timedelta {least}, and at most ten years")
 
 
 def _check_counts(policy: object, least: int, *fields: str, most: int | None = None) -> None:
@@ -42,7 +49,8 @@ def _check_counts(policy: object, least: int, *fields: str, most: int | None = N
 
 
 def _is_growth(factor: object) -> bool:
-    return isinstance(factor, (int, float)) and factor >= 1.0
+    # delay_s multiplies it with itself up to 64 times, which must not overflow a float
+    return isinstance(factor, (int, float)) and 1.0 <= factor <= 1_000
 
 
 def _are_utc_times(window: object) -> bool:
@@ -60,7 +68,7 @@ class RetryPolicy:
     Args:
         max_attempts: failures after which the message is dead, 1 or more.
         base: the longest wait after the first failure.
-        factor: how much that bound grows with each failure, 1.0 or more.
+        factor: how much that bound grows with each failure, 1.0 to 1,000.
         cap: the bound never exceeds this.
         max_age: a failure this long after arrival is final; None for no limit.
 
@@ -75,9 +83,9 @@ class RetryPolicy:
     max_age: timedelta | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, 1, "max_attempts")
+        _check_counts(self, 1, "max_attempts", most=_INTEGER_MAX)
         _check_durations(self, "base", "cap", zero=True)
-        _check(_is_growth(self.factor), self, "factor", "1.0 or more")
+        _check(_is_growth(self.factor), self, "factor", "between 1.0 and 1,000")
         if self.max_age is not None:
             _check_durations(self, "max_age")
 
@@ -104,7 +112,7 @@ class Lease:
 
     def __post_init__(self) -> None:
         _check_durations(self, "duration")
-        _check_counts(self, 1, "max_starts")
+        _check_counts(self, 1, "max_starts", most=_INTEGER_MAX)
         _check_counts(self, 1, "batch", most=1000)
 
     @property

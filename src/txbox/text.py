@@ -6,6 +6,8 @@ import re
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
+from txbox.errors import LONGEST
+
 #: One cell of a table; None and "" are empty.
 Cell = str | int | float | datetime | timedelta | None
 
@@ -16,7 +18,6 @@ CONTROL = re.compile(
     r"\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]+"
 )
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_LONGEST_S = 100 * 365 * 86400  # no database reckons with times much longer ago
 # from the first digit of a number only: tried from each of them, a long number takes quadratic time
 _DURATION = re.compile(r"(?<!\d)(\d++(?:\.\d++)?)(ms|s|m|h|d|w)")
 _DURATION_CHARACTERS = 1_000
@@ -40,7 +41,9 @@ class View(NamedTuple):
 
 
 def moment(at: datetime) -> str:
-    """Format a point in time: 2026-11-20 08:15:00."""
+    """Format a point in time: 2026-11-20 08:15:00; also one beyond what Python can express."""
+    if at.year in (1, 9999):
+        return "beyond the years 1 to 9998"
     return at.strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -67,7 +70,7 @@ def duration_of(text: str) -> timedelta:
     """Read 30s, 5m, 2h, 7d, or a sum like 1h30m.
 
     Raises:
-        ValueError: not a duration, or one of more than 36500 days.
+        ValueError: not a duration, or one of more than ten years.
     """
     if len(text) > _DURATION_CHARACTERS:
         raise ValueError(
@@ -79,8 +82,8 @@ def duration_of(text: str) -> timedelta:
             f"invalid duration {text!r}: use a number and a unit, such as 30s, 5m, 2h or 7d"
         )
     length_s = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
-    if length_s > _LONGEST_S:
-        raise ValueError(f"invalid duration {text!r}: it is longer than a century")
+    if length_s > LONGEST.total_seconds():
+        raise ValueError(f"invalid duration {text!r}: it is longer than ten years")
     return timedelta(seconds=length_s)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -89,11 +88,10 @@ def test_pages_go_on_where_the_last_one_ended_even_among_rows_of_one_instant(
         with Admin(shop.app) as admin:
             assert len(admin.list(QuarantineFilter(key="k1"))) == 2
             assert len(admin.list(QuarantineFilter(hash=seen[3][:9].upper()))) == 1
-        for before in ("x", base64.b64encode(b"[" * 60_000).decode()):
-            wrong = command(
-                "quarantine", "list", "--before", before, "--database", shop.url, code=2
-            ).sentence
-            assert "Invalid place" in wrong
+        wrong = command(
+            "quarantine", "list", "--before", "x", "--database", shop.url, code=2
+        ).sentence
+        assert "Invalid place" in wrong
 
 
 def test_several_are_named_at_once_and_an_id_is_for_one(command: Command, shop: Shop) -> None:

@@ -80,10 +80,10 @@ def test_durations_without_a_unit_are_refused(text: str) -> None:
         duration(text)
 
 
-@pytest.mark.parametrize("text", ["36501d", "99999999999d", "9" * 400 + "w"])
+@pytest.mark.parametrize("text", ["3654d", "99999999999d", "9" * 400 + "w"])
 def test_durations_that_no_database_can_reckon_with_are_refused(text: str) -> None:
-    assert duration("36500d") == timedelta(days=36500)
-    with pytest.raises(argparse.ArgumentTypeError, match="longer than a century"):
+    assert duration("3653d") == timedelta(days=3653)
+    with pytest.raises(argparse.ArgumentTypeError, match="longer than ten years"):
         duration(text)
 
 

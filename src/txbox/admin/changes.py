@@ -23,9 +23,23 @@ from txbox.admin.tables import (
     Table,
     Verb,
 )
-from txbox.errors import ConfigurationError, Fault, Reject, StoreError, UnusableMessage
+from txbox.errors import (
+    ConfigurationError,
+    Fault,
+    Reject,
+    StoreError,
+    UnreadableMessage,
+    UnusableMessage,
+)
 from txbox.handlers import Handler
-from txbox.identity import TOMBSTONE_HASH, canonical_id, checked_consumer, payload_hash
+from txbox.identity import (
+    TOMBSTONE_HASH,
+    canonical_id,
+    check_fields,
+    check_headers,
+    checked_consumer,
+    payload_hash,
+)
 from txbox.message import Headers, Message
 from txbox.outcome import Status
 from txbox.policy import HIDDEN, Limits
@@ -200,7 +214,7 @@ class Changes(Reader):
             token = secrets.token_hex(16)
             try:
                 self.on_database(again, _accept, self.store, key, arrival_of, audit, token=token)
-            except UnusableMessage as error:
+            except (UnusableMessage, UnreadableMessage) as error:
                 return str(error)
             return None
 
@@ -269,6 +283,11 @@ class Changes(Reader):
                 content_type=content_type or message.content_type,
                 headers=Headers([*kept, *fresh]),
             )
+            try:
+                check_fields(after)
+                check_headers(after.headers)
+            except UnusableMessage as error:
+                raise ConfigurationError(str(error)) from None
             if handler := self.handler_of(message, consumer):
                 _check_edited(handler, arrival, after, self.app.limits)
             return after
@@ -497,7 +516,7 @@ async def _transaction(db: Session, *, commit: bool) -> AsyncGenerator[None]:
     await db.begin()
     try:
         yield
-    except (ConfigurationError, UnusableMessage):
+    except (ConfigurationError, UnusableMessage, UnreadableMessage):
         await db.rollback()
         raise
     await (db.commit() if commit else db.rollback())
@@ -576,7 +595,7 @@ async def _accept(
 
     Raises:
         UnusableMessage: it cannot be accepted.
-        ConfigurationError: written through a codec that this app does not have.
+        UnreadableMessage: it was written through a codec that this app does not have, or that fails on it.
 
     Guarantee: the pending row, the end of the quarantine row and the audit row are one commit.
     """
@@ -621,7 +640,7 @@ async def _edit(
         The message before and after; None when there is none that can be edited now.
 
     Raises:
-        ConfigurationError: written through a codec that this app does not have; or what `edited` raises.
+        ConfigurationError: it cannot be read; or what `edited` raises.
 
     Guarantee: the change, the row that keeps what was there before and the audit row are one commit.
     """
@@ -632,6 +651,8 @@ async def _edit(
             return None
         *row, error = found.rows[0]
         arrival = columns.arrival(str(where.consumer), row).arrival
+        if arrival.unreadable is not None:
+            raise ConfigurationError(f"This message cannot be edited. {arrival.unreadable}")
         after = edited(arrival)
         text = columns.error_back(error, row[_KEY_ID])
         if audit is not None:

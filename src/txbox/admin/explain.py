@@ -18,6 +18,7 @@ from txbox.handlers import Handler
 from txbox.identity import EFFECT_PREFIX
 from txbox.outcome import Status
 from txbox.processing.failure import BROKEN
+from txbox.store.dialect import FIRST, LAST
 from txbox.store.order import Waits
 from txbox.text import age, counted, moment
 
@@ -34,6 +35,7 @@ KINDS: dict[str, Severity] = {
     "paused": "stuck",
     "lease expired": "stuck", "overdue": "stuck", "blocked key": "stuck", "no handler": "stuck", "unrouted": "stuck",
     "dead": "stuck", "broken": "stuck", "in doubt": "stuck", "quarantined": "stuck", "unknown": "stuck",
+    "unreadable": "stuck",
     # what else there is to know
     "received": "info", "staged": "info", "last error": "info", "cause": "info", "caused": "info", "replay": "info",
     "replaced": "info", "dead letter": "info", "blocks key": "info", "payload dropped": "info", "remedy": "info",
@@ -173,6 +175,8 @@ class _Saying:
     def when(self, at: datetime | None) -> str:
         if at is None:
             return "an unknown time"
+        if at in (FIRST, LAST):
+            return f"a time {moment(at)}"
         seconds = (at - self.found.at).total_seconds()
         distance = f"in {age(seconds)}" if seconds > 0 else f"{age(-seconds)} ago"
         return f"{moment(at)} UTC ({distance})"
@@ -233,6 +237,10 @@ class _Saying:
                 yield from _last_error("Before that it failed with", message, _show(message))
             case _:
                 yield from self._processed(message, handler)
+        if message.unreadable is not None:
+            yield _say(
+                "unreadable", f"{message.unreadable} A run of it fails, and costs an attempt."
+            )
         yield from self._doubt(message, handler)
         yield from self._received(message)
         yield from self._links(row)

@@ -20,7 +20,7 @@ from txbox.admin.tables import (
     OutboxMessage,
     QuarantinedMessage,
 )
-from txbox.errors import ConfigurationError, Fault, StoreError
+from txbox.errors import Fault, StoreError
 from txbox.identity import EFFECT_PREFIX, derived_id
 from txbox.outbox import letter_id
 from txbox.session import Session, Statement
@@ -195,14 +195,10 @@ def _message(
 ) -> tuple[InboxMessage | None, str | None, bool]:
     """A row of the inbox without what is hidden, the causation id in its headers, and whether these can be read."""
     where = InboxFilter(consumer=consumer, message_id=message_id)
-    try:
-        found, readable = reader.messages(where, reveal=True), True
-    except ConfigurationError:
-        # written through a codec that is not known here
-        found, readable = reader.messages(where), False
+    found = reader.messages(where, reveal=True)
     if not found:
         return None, None, False
-    headers = found[0].headers
+    readable, headers = found[0].unreadable is None, found[0].headers
     cause_id = next((value for name, value in headers if name == "causation-id"), None)
     hidden = tuple((name, None) for name, _ in headers)
     return replace(found[0], payload=None, result=None, headers=hidden), cause_id, readable

@@ -235,9 +235,6 @@ class Reader:
 
         Args:
             where: the key of one message; in the quarantine all that are like it.
-
-        Raises:
-            ConfigurationError: revealed, and written through a codec that this app does not have.
         """
         table, params = where.table, {**where.params(), "limit": _SHOWN_MAX}
         found = self.rows(f"{table.name}_show", params)

@@ -149,9 +149,6 @@ class Replays(Changes):
         Args:
             where: error type, fingerprint and age are ignored.
             after: the arrival to continue behind; -1 for the first.
-
-        Raises:
-            ConfigurationError: a payload was written through a codec that this app does not have.
         """
         found = self.rows("replay_read", {**where.params(), "after": after, "limit": limit})
         return [self.store.columns.arrival(str(where.consumer), row) for row in found]
@@ -192,7 +189,9 @@ class Replays(Changes):
         )
 
     def _as(self, consumer: str, arrival: Arrival) -> Arrival | None:
-        """The message as the other consumer would have received it; None when it does not take it."""
+        """The message as the other consumer would have received it; None if it is not for it, or unreadable."""
+        if arrival.unreadable is not None:
+            return None
         if not self.has_handlers:
             return arrival
         handler = self.handler_of(arrival.message, consumer)
@@ -236,6 +235,8 @@ class Replays(Changes):
         if not found:
             raise ConfigurationError(self.why_not("rehearse", where))
         arrival = found[0].arrival
+        if arrival.unreadable is not None:
+            raise ConfigurationError(f"This message cannot be rehearsed. {arrival.unreadable}")
         if payload is not None:
             arrival = replace(arrival, message=replace(arrival.message, payload=payload))
         message = arrival.message

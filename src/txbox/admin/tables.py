@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
-from txbox.errors import ConfigurationError, UnusableMessage
+from txbox.errors import ConfigurationError, UnreadableMessage, UnusableMessage, check_duration
 from txbox.identity import DIGEST_PREFIX, canonical_id
-from txbox.message import Message
+from txbox.message import Headers, Message
 from txbox.outcome import Status
 from txbox.store.codec import ENCODED_ERROR, Columns, decode_origin
 from txbox.store.dialect import as_time
@@ -24,6 +24,7 @@ UNMATCHED = "(no consumer)"
 COUNTED_MAX = 10_000
 #: What operators do to rows.
 Verb = Literal["retry", "discard", "reroute", "accept"]
+_ENCODED_HEADERS = "(encoded)"
 _ENCODED = "(encoded: the App that has the codec= can read it)"
 
 
@@ -260,6 +261,7 @@ class Content:
 
     Attributes:
         redacted: a rule hides part of payload or result, so what is shown is not what is stored.
+        unreadable: why payload, header values or result cannot be shown.
     """
 
     content_type: str | None
@@ -267,6 +269,7 @@ class Content:
     payload_bytes: int | None
     payload: bytes | None
     redacted: bool = False
+    unreadable: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,10 +417,11 @@ class Filter(Generic[RowT, MessageT]):
         """The criteria as parameters of the queries.
 
         Raises:
-            ConfigurationError: as for `stored_id`.
+            ConfigurationError: as for `stored_id`, or an age of more than ten years.
         """
         values = asdict(self)
         age = values.pop("older_than")
+        check_duration("older_than", age)
         # "" is what came without an id
         if self.message_id:
             values["message_id"] = stored_id(self.message_id)
@@ -484,32 +488,41 @@ def message_of(
     *,
     reveal: bool,
 ) -> Any:
-    """Read a row of a `…_show` query, in the inbox with those of its attempts.
-
-    Raises:
-        ConfigurationError: revealed, and written through a codec that this app does not have.
-    """
+    """Read a row of a `…_show` query, in the inbox with those of its attempts; what cannot be read is left out."""
     values, key_id = _named(columns, (*_columns(table), *table.content), found)
-    payload = values["payload"]
+    payload, unreadable = values["payload"], None
+    size = None if payload is None else len(payload)
     if reveal or key_id is None:
-        payload = columns.payload_back(payload, key_id)
-    values["payload_bytes"] = None if payload is None else len(payload)
+        try:
+            payload = columns.payload_back(payload, key_id)
+            size = None if payload is None else len(payload)
+        except UnreadableMessage as error:
+            payload, unreadable = None, str(error)
+    values["payload_bytes"] = size
     payload, redacted = _shown(columns, "body", payload if reveal else None)
     values["payload"] = payload
-    values["headers"] = _headers(columns, values["headers"], key_id, reveal=reveal)
+    try:
+        headers = columns.headers_back(values["headers"], key_id)
+        values["headers"] = _headers(columns, headers, reveal=reveal)
+    except UnreadableMessage as error:
+        values["headers"] = ((_ENCODED_HEADERS, None),)
+        unreadable = unreadable or (str(error) if reveal else None)
     if "origin" in values:
         values["origin"], values["time"] = decode_origin(values["origin"])
     if table is INBOX:
         result = values["result"]
         values["result_bytes"] = None if result is None else len(result)
-        result = columns.result_back(result) if reveal else None
+        try:
+            result = columns.result_back(result) if reveal else None
+        except UnreadableMessage as error:
+            result, unreadable = None, str(error)
         values["result"], hidden = _shown(columns, "result", result)
         redacted |= hidden
         names = [item.name for item in fields(RecordedAttempt)]
         values["history"] = tuple(
             RecordedAttempt(**_named(columns, names, attempt, key_id)[0]) for attempt in attempts
         )
-    return table.message(**values, redacted=redacted)
+    return table.message(**values, redacted=redacted, unreadable=unreadable)
 
 
 def _shown(
@@ -528,7 +541,7 @@ def quarantined(columns: Columns, found: Sequence[Any]) -> tuple[int, Message[An
     """Read a row of `quarantine_lock`: how many bytes of the payload are kept, and the message.
 
     Raises:
-        ConfigurationError: written through a codec that this app does not have.
+        UnreadableMessage: it was written through a codec that this app does not have, or that fails on it.
     """
     values = dict(zip((*_columns(QUARANTINE), *QUARANTINE.content), found, strict=True))
     origin, time = decode_origin(values["origin"])
@@ -566,7 +579,7 @@ def mark_of(place: str) -> tuple[str, str, bytes]:
     Raises:
         ConfigurationError: not a place.
     """
-    with suppress(ValueError, TypeError, RecursionError):
+    with suppress(ValueError, TypeError):
         consumer, message_id, digits = json.loads(base64.urlsafe_b64decode(place))
         if isinstance(consumer, str) and isinstance(message_id, str):
             return consumer, message_id, bytes.fromhex(str(digits))
@@ -604,19 +617,9 @@ def _named(
 
 
 def _headers(
-    columns: Columns, text: str | None, key_id: str | None, *, reveal: bool
+    columns: Columns, headers: Headers, *, reveal: bool
 ) -> tuple[tuple[str, str | None], ...]:
-    """Decode headers: names where they can be decoded, values only when revealed.
-
-    Raises:
-        ConfigurationError: revealed, and written through a codec that this app does not have.
-    """
-    try:
-        headers = columns.headers_back(text, key_id)
-    except ConfigurationError:
-        if reveal:
-            raise
-        return (("(encoded)", None),)
+    """The names of headers, and their values when revealed."""
     return tuple(
         (name, columns.redact.header(name, _text(value)) if reveal else None)
         for name, value in headers

@@ -340,6 +340,8 @@ def _headers(message: Any) -> str:
 def _payload(message: Any) -> str:
     if not getattr(message, "has_payload", True):
         return "not kept"
+    if message.unreadable is not None:
+        return str(message.unreadable)
     size = message.payload_bytes
     return "none: a tombstone, or dropped" if size is None else f"{size} bytes"
 

@@ -229,7 +229,7 @@ _IDENTIFYING = re.compile(r"message-id|reply-to|(ce[-_]|cloudevents[:_]).*")
 _READING_MAX = 256
 _READING_BYTES = 64 * 1024 * 1024
 _TEXT = b"text/plain; charset=utf-8"
-_PERMANENT = (Fault.SCHEMA, Fault.OTHER)
+_PERMANENT = (Fault.SCHEMA, Fault.OTHER, Fault.CONTENT)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

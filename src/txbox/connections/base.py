@@ -16,7 +16,7 @@ from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 from weakref import WeakSet
 
 from txbox.connections.settings import Settings
@@ -598,7 +598,9 @@ def postgresql_url(url: str, *options_naming_it: str) -> tuple[str, bool]:
         raise ConfigurationError(
             f"The URL {redacted(url)} names no database: use {parts.scheme}://host/name."
         )
-    return urlunsplit(parts._replace(scheme="postgresql", query=urlencode(options))), prepare
+    # libpq takes a plus for a plus
+    query = urlencode(options, quote_via=quote)
+    return urlunsplit(parts._replace(scheme="postgresql", query=query)), prepare
 
 
 def async_driver(name: str, database: str) -> ModuleType:

@@ -15,13 +15,16 @@ from types import NoneType
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from txbox.boundaries import Boundary, blamed, is_contents
-from txbox.errors import ConfigurationError, Reject, UnusableMessage
+from txbox.errors import ConfigurationError, Reject, UnusableMessage, check_duration
 from txbox.handlers.body import Decoder, decoder_for
 from txbox.identity import (
     EFFECT_PREFIX,
     PayloadHash,
+    check_fields,
+    check_headers,
+    check_numbers,
+    check_text,
     checked_consumer,
-    checked_text,
     derived_id,
     message_id,
     payload_hash,
@@ -331,6 +334,9 @@ class HandlerOptions:
                 raise ConfigurationError(f"{name} is {value!r}: give {wanted}.")
         for name in ("message_id", "sequence", "lock_key"):
             check_path(name, getattr(self, name))
+        check_duration("timeout", self.timeout)
+        if isinstance(self.keep_payload, timedelta):
+            check_duration("keep_payload", self.keep_payload)
         for name, fits, wanted in (
             ("decode", self.decode is None or callable(self.decode), "give a callable from Message to the body"),
             ("dead_letter_topic", self.dead_letter_topic != "", "give the name of a topic"),
@@ -357,6 +363,9 @@ class HandlerOptions:
         ):  # fmt: skip
             if not fits:
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}: {wanted}.")
+        for name in ("dead_letter_topic", "reply_to"):
+            if isinstance(topic := getattr(self, name), str):
+                check_name(name, topic)
         for excluded, why in (
             (self.pause_after is not None and self.batch,
              "pause_after= counts failures message by message: leave batch=True out."),
@@ -425,8 +434,6 @@ def exceptions_of(given: Any) -> tuple[type[Exception], ...]:
     return kinds
 
 
-# the narrowest column of the supported databases
-_TEXT_BYTES_MAX = 1024
 _NAME_AN_ID = (
     "Send a message-id header, or CloudEvents source and id (behind a webhook's signature only Verified(id=…) "
     "counts), or set message_id= on the handler."
@@ -510,15 +517,18 @@ class Handler:
             if self.options.sequence is not None:
                 message = replace(message, sequence=self._sequence(message))
             # most messages have a payload that fits, and nothing else to check
-            if (
-                message.headers
-                or message.sequence is not None
-                or len(message.payload or b"") > limits.payload_bytes
-            ):
+            if message.headers or len(message.payload or b"") > limits.payload_bytes:
                 _check_sizes(message, limits)
+            if message.sequence is not None or message.time is not None:
+                check_numbers(message.sequence, message.time)
             # most messages have nothing but the topic, which the handler itself names
-            if message.topic != self.topic or message.type or message.key or message.content_type:
-                check_texts(message)
+            if (
+                message.topic != self.topic
+                or message.type is not None
+                or message.key is not None
+                or message.content_type is not None
+            ):
+                check_fields(message)
             return Arrival(message, message_id, payload_hash(message, self.options.payload_hash))
         except UnusableMessage as error:
             error.message_id = message_id
@@ -609,7 +619,10 @@ class Handler:
 
         Raises:
             Reject: the body cannot be decoded.
+            UnreadableMessage: its row cannot be read.
         """
+        if arrival.unreadable is not None:
+            raise arrival.unreadable
         message = arrival.message
         try:
             body = self.decode(message)
@@ -643,40 +656,14 @@ def _check_sizes(message: Message[Any], limits: Limits) -> None:
         raise UnusableMessage(
             f"The headers have more than {limits.headers_bytes} bytes (Limits.headers_bytes)."
         )
-    if message.sequence is not None and not -(2**63) <= message.sequence < 2**63:
-        raise UnusableMessage("The sequence does not fit into 64 bits.")
 
 
 def _fit(headers: Headers, bytes_max: int) -> bool:
     # JSON in ASCII takes at most twelve bytes a character, so encoding just to measure is rarely needed
-    characters = sum(len(name) + (0 if value is None else len(value)) for name, value in headers)
+    characters = check_headers(headers)
     if 12 * characters + 24 * len(headers) <= bytes_max:
         return True
     return len(encode_headers(headers) or "") <= bytes_max
-
-
-def check_texts(message: Message[Any]) -> None:
-    """Check the fields of a message that are stored besides its payload.
-
-    Raises:
-        UnusableMessage: not text, or too long for the narrowest column of the supported databases.
-    """
-    _check_text("topic", message.topic)
-    _check_text("type", message.type)
-    _check_text("key", message.key)
-    _check_text("content_type", message.content_type)
-
-
-def _check_text(what: str, value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, str):
-        raise UnusableMessage(
-            f"The {what} is {with_article(type(value).__name__)}: it must be text."
-        )
-    plain = value.isascii() and "\0" not in value and len(value) <= _TEXT_BYTES_MAX
-    if not plain and len(checked_text(value, what)) > _TEXT_BYTES_MAX:
-        raise UnusableMessage(f"The {what} has more than {_TEXT_BYTES_MAX} bytes.")
 
 
 class Run:
@@ -803,7 +790,11 @@ class Handlers:
 
     def matching(self, topic: str, kind: str | None, consumer: str | None = None) -> list[Handler]:
         """Return the handlers for a topic and type, at most one per consumer; optionally of one consumer only."""
-        found = self._matches.get((topic, kind))
+        try:
+            found = self._matches.get((topic, kind))
+        except TypeError:
+            # a topic or type that is not text, such as a list
+            return []
         if found is None:
             found = [handler for handler in self._handlers if handler.matches(topic, kind)]
             if len(self._matches) > _MATCHES_MAX:
@@ -886,12 +877,15 @@ def types_of(one: object, several: Any) -> tuple[str, ...] | None:
     if one is not None:
         if not isinstance(one, str):
             raise ConfigurationError(f"type is {one!r}: name one type, or give several as types=.")
+        check_name("type", one)
         return (one,)
     if several is None:
         return None
     types = () if isinstance(several, str) else tuple(several)
     if not types or not all(isinstance(kind, str) for kind in types):
         raise ConfigurationError(f"types is {several!r}: give several types, or name one as type=.")
+    for kind in types:
+        check_name("type", kind)
     return types
 
 
@@ -911,6 +905,18 @@ def listed(verb: str, topics: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(several))
 
 
+def check_name(what: str, name: str) -> None:
+    """Check a topic or type that the program names.
+
+    Raises:
+        ConfigurationError: no message can have it.
+    """
+    try:
+        check_text(what, name)
+    except UnusableMessage as error:
+        raise ConfigurationError(f"{what} is {name[:80]!r}: {error}") from None
+
+
 def _check_topic(topic: object) -> None:
     if not isinstance(topic, str) or not topic:
         raise ConfigurationError(
@@ -921,6 +927,7 @@ def _check_topic(topic: object) -> None:
             f"topic is {topic!r}: patterns are not supported, except '*' alone for every topic of the sources; "
             "give the full name."
         )
+    check_name("topic", topic)
 
 
 def _check_alike(handler: Handler, other: Handler) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from txbox.app import App
-from txbox.errors import ConfigurationError, Fault, StoreError
+from txbox.errors import ConfigurationError, Fault, StoreError, check_duration
 from txbox.events import QuarantineTrimmed, RowsPruned
 from txbox.session import Session
 from txbox.store import activity, jobs
@@ -72,6 +72,9 @@ class Task:
     at_any_time: bool = False
     on_progress: Callable[[int], None] | None = None
     stop: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        check_duration("older_than", self.older_than)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 from txbox.boundaries import Boundary, is_contents
 from txbox.connections.base import connection_lost, forgets_parent
 from txbox.connections.settings import Settings
-from txbox.errors import Fault, StoreError
+from txbox.errors import Fault, StoreError, UnusableMessage
 from txbox.events import (
     Events,
     HandlerRunsAlone,
@@ -35,13 +35,13 @@ from txbox.outbox import DeadLetters
 from txbox.outcome import DUPLICATE, Answer, Outcome, Status
 from txbox.policy import Batching, Lease, Limits
 from txbox.processing.calls import handled
-from txbox.processing.failure import BROKEN, Recorder, message_fields
+from txbox.processing.failure import BROKEN, Recorder, escaped, is_of_content, message_fields
 from txbox.processing.transaction import NEW, Claim, End, HandlerTransaction, TransactionResult
 from txbox.processing.waiting import Holder, Waiting
 from txbox.session import Raised, Session
 from txbox.store import leases
 from txbox.store import schema as tables
-from txbox.store.codec import Arrival, Leased
+from txbox.store.codec import Arrival, Leased, quarantine_hash
 from txbox.store.dialect import dialect
 from txbox.store.inbox import Existing, Failure, InboxStore
 
@@ -49,6 +49,8 @@ from txbox.store.inbox import Existing, Failure, InboxStore
 _RELEASED_S = 1.0
 # when a version is due again whose predecessor is missing, unless the predecessor's commit wakes it first
 _GAP_LOOK_S = 2.0
+# of the payload of a quarantined message, when more of it cannot be written
+_LITTLE_BYTES = 64 * 1024
 
 # nearly every message's answer
 _PROCESSED = Answer(Outcome.PROCESSED, 1)
@@ -290,9 +292,16 @@ class InboxProtocol:
             unsettled = [arrival for arrival in unsettled if arrival.message_id not in settled]
         while unsettled:
             together = len(unsettled) > 1
-            ran = await self.transaction.run(
-                db, handler, unsettled, claim, group=group if together else 0
-            )
+            try:
+                ran = await self.transaction.run(
+                    db, handler, unsettled, claim, group=group if together else 0
+                )
+            except (UnusableMessage, StoreError) as error:
+                # what the claim keeps of a message cannot be written
+                if not is_of_content(error):
+                    raise
+                settled.update(await self._not_kept(db, handler, unsettled, claim, error))
+                break
             if ran.end is End.COMMITTED:
                 if not claim.replay:
                     batch_size.committed(
@@ -387,6 +396,24 @@ class InboxProtocol:
             if arrival.message_id in fresh:
                 self.emit(MessageWaits, handler, arrival)
         return dict.fromkeys(fresh, Answer(Outcome.DEFERRED))
+
+    async def _not_kept(
+        self,
+        db: Session,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        claim: Claim,
+        error: Exception,
+    ) -> dict[str, Answer]:
+        """Quarantine a message that cannot be written; several are divided first."""
+        await self.store.rollback_bounded(db)
+        if len(arrivals) > 1:
+            return await self._divide(db, handler, arrivals, claim, End.RAISED)
+        (arrival,) = arrivals
+        await self.quarantine(
+            db, handler.consumer, arrival.message, arrival.message_id, str(error), arrival.hash
+        )
+        return {arrival.message_id: Answer(Outcome.QUARANTINED)}
 
     async def _park_broken(
         self,
@@ -569,7 +596,14 @@ class InboxProtocol:
             )
             return parked or Answer(Outcome.DUPLICATE)
         if not row.has_payload:
-            await db.together((self.store.return_payload(handler.consumer, arrival),))
+            try:
+                await db.together((self.store.return_payload(handler.consumer, arrival),))
+            except (UnusableMessage, StoreError) as error:
+                if not is_of_content(error):
+                    raise
+                return (await self._not_kept(db, handler, [arrival], NEW, error))[
+                    arrival.message_id
+                ]
         self.emit(MessageDeferred, handler, arrival)
         return Answer(Outcome.DEFERRED)
 
@@ -677,6 +711,11 @@ class InboxProtocol:
                     db, handler, arrival, failure, token=claim.lease or ""
                 )
             except StoreError as error:
+                if error.fault is Fault.CONTENT and claim is NEW:
+                    # nor can it be recorded without its content
+                    return (await self._not_kept(db, handler, [arrival], claim, error))[
+                        arrival.message_id
+                    ]
                 if error.fault is not Fault.LOCK_TIMEOUT or (claim.stop and claim.stop()):
                     raise
                 await self.store.rollback_bounded(db)
@@ -736,12 +775,32 @@ class InboxProtocol:
         reason: str,
         hashed: bytes | None = None,
     ) -> None:
-        """Set a message aside in a transaction of its own, and emit its event."""
-        aside = self.store.quarantine(
-            consumer, message, message_id=message_id, reason=reason,
-            payload_limit=self.limits.quarantined_bytes, hashed=hashed,
-        )  # fmt: skip
-        await db.together((aside,))
+        """Set a message aside in a transaction of its own, and emit its event.
+
+        What cannot be kept of it is left out: the end of its payload, then all but a reason and the hash.
+        """
+        hashed = hashed or quarantine_hash(message, message_id)
+        kept, kept_id, limits = (
+            message,
+            message_id,
+            (self.limits.quarantined_bytes, _LITTLE_BYTES, None),
+        )
+        for limit in limits:
+            if limit is None:
+                kept = replace(message, topic=escaped(message.topic), type=None, key=None)
+                kept_id = message_id if message_id.isascii() else ""
+                reason = f"{escaped(reason)} Its content could not be kept."
+            try:
+                aside = self.store.quarantine(
+                    consumer, kept, message_id=kept_id, reason=reason,
+                    payload_limit=limit or 0, hashed=hashed, bare=limit is None,
+                )  # fmt: skip
+                await db.together((aside,))
+                break
+            except (UnusableMessage, StoreError) as error:
+                if limit is None or not is_of_content(error):
+                    raise
+                await db.rollback()
         self.events.emit(
             MessageQuarantined(
                 consumer=consumer, message_id=message_id, topic=message.topic, reason=reason

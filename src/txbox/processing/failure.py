@@ -7,12 +7,13 @@ import sys
 import sysconfig
 import traceback
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from txbox.boundaries import Boundary, is_contents
-from txbox.errors import Reject, Retry, StoreError
+from txbox.errors import LONGEST, Fault, Reject, Retry, StoreError, UnusableMessage
 from txbox.events import ErrorContained, Events, MessageDead, MessageFailed
 from txbox.handlers import Handler, HandlerOptions
 from txbox.outbox import DeadLetters
@@ -20,7 +21,7 @@ from txbox.outcome import Answer, Outcome, Status
 from txbox.policy import Limits, Redaction
 from txbox.session import Raised, Session, Transaction
 from txbox.store.codec import Arrival
-from txbox.store.inbox import Failure, InboxStore
+from txbox.store.inbox import Existing, Failure, InboxStore
 
 # the whole package
 _HERE = str(Path(__file__).parents[1])
@@ -65,10 +66,10 @@ def failure_of(
         error = cause
     frames = _frames(error.__traceback__)
     final = isinstance(error, (Reject, *options.reject_on))
+    # a subclass of Retry may have set it to anything, or not at all
+    after = getattr(error, "after", None) if isinstance(error, Retry) else None
     delay_s = (
-        error.after.total_seconds()
-        if isinstance(error, Retry) and error.after is not None
-        else None
+        after.total_seconds() if isinstance(after, timedelta) and abs(after) <= LONGEST else None
     )
     return Failure(
         error_type=printable(type(error).__name__, 255),
@@ -158,6 +159,26 @@ def _foreign(filename: str) -> bool:
     return not Path(filename).is_absolute() or filename.startswith((_HERE + os.sep, *_LIBRARIES))
 
 
+def is_of_content(error: Exception) -> bool:
+    """Whether a message cannot be written because of what it carries, so that nothing but the message is to blame."""
+    return isinstance(error, UnusableMessage) or (
+        isinstance(error, StoreError) and error.fault is Fault.CONTENT
+    )
+
+
+def _bare(arrival: Arrival) -> Arrival:
+    """The message with nothing but its id and topic, in a form that every character set has."""
+    message = replace(
+        arrival.message, topic=escaped(arrival.message.topic), type=None, key=None, payload=None, headers=()
+    )  # fmt: skip
+    return replace(arrival, message=message)
+
+
+def escaped(text: str) -> str:
+    """The text in ASCII, which every character set has."""
+    return text.encode("ascii", "backslashreplace").decode()
+
+
 # -- its record -------------------------------------------------------------------------------
 
 
@@ -227,20 +248,37 @@ class Recorder:
     ) -> Answer | None:
         """Record a failure in a transaction of its own; None when the row is not ours to write.
 
+        What cannot be kept of the message is left out: then a leased row keeps what it has, and a new message is dead
+        at once, because nothing could run it again.
+
         Raises:
-            StoreError: as `InboxStore.record_failure`.
+            StoreError: as `InboxStore.record_failure`; CONTENT if even the message's id cannot be stored.
         """
-        failure = failure.drawn(arrival, handler.options.retry)
-        row = await self._store.record_failure(
-            db,
-            handler.consumer,
-            arrival,
-            failure,
-            handler.options.retry,
-            token=token,
-            lock_timeout=self._limits.lock_timeout,
-            dying=lambda db, row: self._dying(db, handler, arrival, failure, row.attempts),
-        )
+        retry, lock_timeout = handler.options.retry, self._limits.lock_timeout
+        failure, kept = failure.drawn(arrival, retry), arrival
+
+        async def dying(db: Session, row: Existing) -> None:
+            await self._dying(db, handler, kept, failure, row.attempts)
+
+        try:
+            row = await self._store.record_failure(
+                db, handler.consumer, arrival, failure, retry,
+                token=token, lock_timeout=lock_timeout, dying=dying,
+            )  # fmt: skip
+        except (UnusableMessage, StoreError) as error:
+            if not is_of_content(error):
+                raise
+            await self._store.rollback_bounded(db)
+            failure = replace(
+                failure,
+                error=printable(f"{failure.error}\n\nNot kept: {error}", self._limits.error_bytes),
+                final=failure.final or not token,
+            )
+            kept = _bare(arrival)
+            row = await self._store.record_failure(
+                db, handler.consumer, kept, failure, retry,
+                token=token, lock_timeout=lock_timeout, dying=dying, bare=True,
+            )  # fmt: skip
         if row is None:
             return None
         return self.reported(
@@ -250,13 +288,21 @@ class Recorder:
     async def parked_within(
         self, db: Transaction, handler: Handler, arrival: Arrival, raised: Raised, token: str
     ) -> Recorded:
-        """Record a failure in the transaction that has claimed the message under `token`."""
+        """Record a failure in the transaction that has claimed the message under `token`.
+
+        Raises:
+            StoreError: as `InboxStore.record_failure_of_claimed`; CONTENT if its content cannot be kept.
+        """
         retry = handler.options.retry
         failure = self.described(handler, raised.error, raised.database_error)
         failure = failure.drawn(arrival, retry)
-        dead, attempts = await self._store.record_failure_of_claimed(
-            db, handler.consumer, arrival, failure, retry, token=token
-        )
+        try:
+            dead, attempts = await self._store.record_failure_of_claimed(
+                db, handler.consumer, arrival, failure, retry, token=token
+            )
+        except UnusableMessage as error:
+            # divides the batch; alone, the message is recorded without its content
+            raise StoreError(str(error), fault=Fault.CONTENT) from error
         if dead:
             await self._dying(db, handler, arrival, failure, attempts)
         return Recorded(failure, dead, attempts)

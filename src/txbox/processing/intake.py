@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -15,12 +16,13 @@ from txbox.boundaries import Boundary, is_contents
 from txbox.errors import Fault, StoreError, UnusableMessage
 from txbox.events import MessageDuplicate, MessageStored
 from txbox.handlers import Handler
+from txbox.identity import TEXT_BYTES_MAX, check_headers
 from txbox.identity import message_id as identify
-from txbox.message import Message
+from txbox.message import Headers, Message
 from txbox.outcome import DUPLICATE, Answer, Outcome
 from txbox.policy import Lease
 from txbox.processing.attempt import InboxProtocol
-from txbox.processing.failure import printable
+from txbox.processing.failure import is_of_content, printable
 from txbox.processing.waiting import Holder
 from txbox.session import Session
 from txbox.store import leases
@@ -237,14 +239,21 @@ class Intake:
         while True:
             try:
                 fresh, found, rows = await self._insert(db, consumer, ordered, leasing)
-            except StoreError as error:
-                if error.fault is not Fault.LOCK_TIMEOUT:
+            except (UnusableMessage, StoreError) as error:
+                of_content = is_of_content(error)
+                locked = isinstance(error, StoreError) and error.fault is Fault.LOCK_TIMEOUT
+                if not (of_content or locked):
                     raise
                 await protocol.store.rollback_bounded(db)
-                if len(ordered) == 1:
-                    held = self._protocol.held(handler, ordered[0])
-                    return {**settled, ordered[0].message_id: held}
-                return {**settled, **await self._stored_apart(db, handler, ordered, leasing)}
+                if len(ordered) > 1:
+                    return {**settled, **await self._stored_apart(db, handler, ordered, leasing)}
+                (arrival,) = ordered
+                if locked:
+                    return {**settled, arrival.message_id: protocol.held(handler, arrival)}
+                await protocol.quarantine(
+                    db, consumer, arrival.message, arrival.message_id, str(error), arrival.hash
+                )
+                return {**settled, arrival.message_id: _QUARANTINED}
             rows_of.update((leased.arrival.message_id, leased) for leased in found)
             if leasing is not None:
                 await self._give_back(db, consumer, rows, leasing)
@@ -378,13 +387,31 @@ def presentable(message: Message[Any]) -> Message[Any]:
     """Return the message with every text fit for a column; what a database cannot store is escaped."""
     return dataclasses.replace(
         message,
-        topic=printable(str(message.topic), 1024),
-        type=None if message.type is None else printable(str(message.type), 1024),
-        key=None if message.key is None else printable(str(message.key), 1024),
+        topic=printable(str(message.topic), TEXT_BYTES_MAX),
+        type=None if message.type is None else printable(str(message.type), TEXT_BYTES_MAX),
+        key=None if message.key is None else printable(str(message.key), TEXT_BYTES_MAX),
         content_type=None
         if message.content_type is None
-        else printable(str(message.content_type), 1024),
+        else printable(str(message.content_type), TEXT_BYTES_MAX),
+        headers=_presentable(message.headers),
+        time=message.time if isinstance(message.time, datetime) else None,
     )
+
+
+def _presentable(headers: Headers) -> Headers:
+    try:
+        check_headers(headers)
+    except UnusableMessage:
+        return Headers(
+            (
+                printable(name, TEXT_BYTES_MAX),
+                value
+                if value is None or isinstance(value, bytes)
+                else printable(str(value), TEXT_BYTES_MAX),
+            )
+            for name, value in headers
+        )
+    return headers
 
 
 def shown_id(message: Message[Any]) -> str:

@@ -15,7 +15,7 @@ from os import urandom
 from typing import Any, NamedTuple
 
 from txbox.connections.base import savepoint_is_gone
-from txbox.errors import Fault, StoreError
+from txbox.errors import Fault, StoreError, UnusableMessage
 from txbox.handlers import Handler
 from txbox.policy import Batching, Lease, Limits
 from txbox.processing.calls import (
@@ -451,7 +451,12 @@ class HandlerTransaction:
         store, consumer = self.store, handler.consumer
         last: list[Statement] = []
         if ran.results or handler.options.sequence is not None:
-            last = self._after_close(ran, handler, mine)
+            try:
+                last = self._after_close(ran, handler, mine)
+            except UnusableMessage as error:
+                # the codec fails on the result
+                await self._raised(db, ran, Raised(error, None, False), token)
+                return
         try:
             if store.dialect.refuses_commit:
                 await db.commit((store.closing(token), *last))

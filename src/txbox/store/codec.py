@@ -10,8 +10,8 @@ from datetime import datetime
 from hashlib import sha256
 from typing import Any, Protocol
 
-from txbox.errors import ConfigurationError
-from txbox.message import Headers, HeaderValue, Message, headers_in
+from txbox.errors import StoreUnavailable, TxboxError, UnreadableMessage, UnusableMessage
+from txbox.message import Headers, HeaderValue, Message, header_value, headers_in
 from txbox.policy import CREDENTIAL_HEADERS, Redaction
 from txbox.store.dialect import as_time
 
@@ -24,7 +24,9 @@ HIDDEN_ERROR = "(encoded: see `txbox show`)"
 class Codec(Protocol):
     """Encrypts or compresses payloads, headers, results and error texts at rest.
 
-    `key_id` names the current key; `decode` gets the id the row was written with.
+    `key_id` names the current key; `decode` gets the id the row was written with. An exception is about the text or
+    payload it was given, and costs that message an attempt. While a key service is away, raise StoreUnavailable: what
+    asked for it is repeated later.
     """
 
     @property
@@ -41,6 +43,7 @@ class Arrival:
         replied: for a replay, the original reply as JSON.
         received: when it arrived, by `time.monotonic`; 0 if it comes from the table.
         decoded: as the next run of its handler sees it, if that has been decoded ahead.
+        unreadable: why its row cannot be read; its message then has neither payload nor headers.
     """
 
     message: Message[Any]
@@ -49,6 +52,7 @@ class Arrival:
     replied: bytes | None = None
     received: float = 0.0
     decoded: Message[Any] | None = None
+    unreadable: UnreadableMessage | None = None
 
     def differs(self, other: Arrival) -> bool:
         """Whether the other has a different payload. Without both hashes there is nothing to compare."""
@@ -91,8 +95,20 @@ def decode_headers(text: str | None) -> Headers:
     """Read what `encode_headers` wrote."""
     if not text:
         return Headers()
+    try:
+        headers = headers_in(text)
+    except (TypeError, KeyError, ValueError):
+        # earlier releases wrote values of every kind: they are read as JSON text
+        headers = Headers((name, _header_back(value)) for name, value in json.loads(text))
     # rows written by earlier releases may contain credentials
-    return without_credentials(headers_in(text))
+    return without_credentials(headers)
+
+
+def _header_back(value: Any) -> HeaderValue:
+    try:
+        return header_value(value)
+    except (TypeError, KeyError, ValueError):
+        return json.dumps(value)
 
 
 def without_credentials(headers: Headers) -> Headers:
@@ -127,12 +143,53 @@ class Columns:
         """The key that rows are written with now; None without a codec."""
         return self._codec.key_id if self._codec else None
 
+    def _encoded(self, data: bytes) -> bytes:
+        """Encode with the codec.
+
+        Raises:
+            UnusableMessage: it fails on this.
+        """
+        assert self._codec is not None, "only a codec encodes"
+        try:
+            return self._codec.encode(data)
+        except StoreUnavailable:
+            raise
+        except Exception as error:
+            raise UnusableMessage(
+                f"App(codec=…) raised {type(error).__name__} on this message, so it cannot be kept."
+            ) from error
+
+    def _decoded(self, data: bytes, key_id: str) -> bytes:
+        """Decode with the codec.
+
+        Raises:
+            UnreadableMessage: it fails on this, or there is none.
+        """
+        if self._codec is None:
+            raise UnreadableMessage(
+                f"It is encoded with key {key_id}: pass App(codec=…) one that knows this key."
+            )
+        try:
+            return self._codec.decode(data, key_id)
+        except (StoreUnavailable, UnreadableMessage):
+            raise
+        except Exception as error:
+            raise _unreadable(error) from error
+
     def payload(self, payload: bytes | None) -> bytes | None:
-        """Write a payload column."""
-        return self._codec.encode(payload) if self._codec and payload is not None else payload
+        """Write a payload column.
+
+        Raises:
+            UnusableMessage: the codec fails on it.
+        """
+        return self._encoded(payload) if self._codec and payload is not None else payload
 
     def headers(self, headers: Headers) -> str | None:
-        """Write a headers column: JSON without credentials, prefixed if a codec has encoded it."""
+        """Write a headers column: JSON without credentials, prefixed if a codec has encoded it.
+
+        Raises:
+            UnusableMessage: as for `payload`.
+        """
         text = encode_headers(headers)
         return None if text is None else self._text(text)
 
@@ -140,13 +197,12 @@ class Columns:
         """Read a headers column. Rows written before the codec was introduced are plain.
 
         Raises:
-            ConfigurationError: the row was written with a codec, and this app has none.
+            UnreadableMessage: as for `payload_back`.
         """
-        if text is None or not text.startswith(ENCODED_ERROR) or key_id is None:
-            return decode_headers(text)
-        if self._codec is None:
-            raise _encoded("headers are", key_id)
-        return decode_headers(self._text_back(text, key_id))
+        try:
+            return decode_headers(self._text_back(text, key_id))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _unreadable(error) from error
 
     def error(self, text: str) -> str:
         """Write an error column: the redacted text, prefixed if a codec has encoded it.
@@ -154,12 +210,16 @@ class Columns:
         Args:
             text: redacted once before it was cut to its size, so that there is no other bound here.
         """
-        return self._text(self.redact.error(text, len(text)))
+        try:
+            return self._text(self.redact.error(text, len(text)))
+        except UnusableMessage:
+            # a failure is recorded all the same
+            return "(withheld: App(codec=…) failed on this text)"
 
     def _text(self, text: str) -> str:
         if self._codec is None:
             return text
-        return ENCODED_ERROR + base64.b64encode(self._codec.encode(text.encode())).decode()
+        return ENCODED_ERROR + base64.b64encode(self._encoded(text.encode())).decode()
 
     def told(self, error: str) -> str:
         """Return an error text for events and logs; hidden if a codec encodes it at rest."""
@@ -175,38 +235,34 @@ class Columns:
         if text.startswith(ENCODED_ERROR) and self._codec is None:
             return f"(encoded with key {key_id})"
         try:
-            plain = self._text_back(text, key_id)
+            plain = self._text_back(text, key_id) or ""
             return self.redact.error(plain, len(plain))
-        except ConfigurationError as error:
+        except (UnreadableMessage, ValueError) as error:
             # one such row must not hide a page of others
-            return f"({error})"
+            return (
+                f"({error})" if isinstance(error, UnreadableMessage) else f"({_unreadable(error)})"
+            )
 
-    def _text_back(self, text: str, key_id: str | None) -> str:
-        if self._codec is None or key_id is None or not text.startswith(ENCODED_ERROR):
+    def _text_back(self, text: str | None, key_id: str | None) -> str | None:
+        if text is None or key_id is None or not text.startswith(ENCODED_ERROR):
             return text
-        return self._codec.decode(
-            base64.b64decode(text.removeprefix(ENCODED_ERROR)), key_id
-        ).decode()
+        return self._decoded(base64.b64decode(text.removeprefix(ENCODED_ERROR)), key_id).decode()
 
     def payload_back(self, payload: Any, key_id: str | None) -> bytes | None:
         """Read a payload column.
 
         Raises:
-            ConfigurationError: the row was written with a codec, and this app has none.
+            UnreadableMessage: the codec fails on it, or the row was written with a codec and this app has none.
         """
         if payload is None:
             return None
-        if key_id is None:
-            return bytes(payload)
-        if self._codec is None:
-            raise _encoded("payload is", key_id)
-        return self._codec.decode(bytes(payload), key_id)
+        return bytes(payload) if key_id is None else self._decoded(bytes(payload), key_id)
 
     def result(self, result: bytes) -> bytes:
         """Encode a handler's result along with the key's name, because the row's key_id is that of its payload."""
         if self._codec is None:
             return result
-        return b"\0" + self._codec.key_id.encode() + b"\0" + self._codec.encode(result)
+        return b"\0" + self._codec.key_id.encode() + b"\0" + self._encoded(result)
 
     def result_back(self, result: Any) -> bytes | None:
         """Read a result column, the way `payload_back` reads a payload."""
@@ -216,7 +272,7 @@ class Columns:
         if not kept.startswith(b"\0"):  # JSON never does
             return kept
         key_id, _, encoded = kept[1:].partition(b"\0")
-        return self.payload_back(encoded, key_id.decode())
+        return self.payload_back(encoded, key_id.decode("utf-8", "backslashreplace"))
 
     def row(self, arrival: Arrival) -> dict[str, Any]:
         """Return what a processed row keeps of a message."""
@@ -260,24 +316,28 @@ class Columns:
     def arrival(self, consumer: str, row: Sequence[Any]) -> Leased:
         """Read a row returned by one of the lease queries, or by replay_read.
 
-        Raises:
-            ConfigurationError: as for `payload_back`.
+        One whose content cannot be read comes back with the reason in place of it (`Arrival.unreadable`).
         """
         (message_id, topic, kind, key, sequence, received_at, hashed, attempts, starts) = row[:9]
         (content_type, headers, origin, payload, _, key_id, number) = row[9:]
         coordinates, time = decode_origin(origin)
+        body: bytes | None = None
+        carried, unreadable = Headers(), None
         try:
-            payload = self.payload_back(payload, key_id)
-            carried = self.headers_back(headers, key_id)
-        except ConfigurationError as error:
-            raise unreadable(error, f"{consumer} {message_id}") from error
+            body, carried = self.payload_back(payload, key_id), self.headers_back(headers, key_id)
+        except UnreadableMessage as error:
+            body, unreadable = None, error
+            error.stored = {
+                "content_type": content_type, "headers": headers, "origin": origin,
+                "payload": payload, "key_id": key_id,
+            }  # fmt: skip
         message: Message[Any] = Message(
             id=message_id,
             topic=topic,
             type=kind,
             key=key,
             sequence=sequence,
-            payload=payload,
+            payload=body,
             headers=carried,
             content_type=content_type,
             time=time,
@@ -286,18 +346,16 @@ class Columns:
             attempt=attempts + 1,
             received_at=as_time(received_at),
         )
-        arrival = Arrival(message, message_id, None if hashed is None else bytes(hashed))
+        hashed = None if hashed is None else bytes(hashed)
+        arrival = Arrival(message, message_id, hashed, unreadable=unreadable)
         return Leased(arrival, attempts, starts, number)
 
 
-def unreadable(error: ConfigurationError, message: str) -> ConfigurationError:
-    """Add which message a codec could not read. It is left unchanged for an operator to decide on."""
-    return ConfigurationError(f"{error} It is message {message}; nothing of it was changed.")
-
-
-def _encoded(what: str, key_id: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"The {what} encoded with key {key_id}: pass App(codec=…) one that knows this key."
+def _unreadable(error: Exception) -> UnreadableMessage:
+    # the texts of others may quote what the codec hides
+    said = f": {error}" if isinstance(error, TxboxError) else ""
+    return UnreadableMessage(
+        f"Its content cannot be read with App(codec=…): {type(error).__name__}{said}"
     )
 
 
@@ -305,13 +363,20 @@ def encode_origin(origin: Mapping[str, Any], time: datetime | None) -> str | Non
     """Write a message's origin and time as JSON; what JSON cannot express is written as text."""
     if not origin and time is None:
         return None
-    return json.dumps({**origin, **({"_time": time.isoformat()} if time else {})}, default=str)
+    moment = {"_time": time.isoformat()} if time else {}
+    try:
+        return json.dumps({**origin, **moment}, default=str)
+    except Exception as error:  # noqa: BLE001  # it may hold objects of any kind, and is only for people to read
+        return json.dumps({"unreadable": type(error).__name__, **moment})
 
 
 def decode_origin(text: str | None) -> tuple[dict[str, Any], datetime | None]:
-    """Read what `encode_origin` wrote."""
+    """Read what `encode_origin` wrote; nothing, if somebody has altered it."""
     if not text:
         return {}, None
-    origin = json.loads(text)
+    try:
+        origin = dict(json.loads(text))
+    except (TypeError, ValueError, RecursionError):
+        return {}, None
     time = origin.pop("_time", None)
     return origin, as_time(time)

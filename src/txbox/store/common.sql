@@ -3,6 +3,7 @@
 -- Every database's own file has these fragments:
 --   [now], [stable_now], [ago seconds], [in seconds], [age moment], [clock]    the time; a stable one can bound an index scan
 --   [text column]                what is stored as bytes, as text
+--   [time moment]                a point in time, as `as_time` reads it: whatever the session's formats, and beyond Python's
 --   [joined column]              an aggregate: the texts of a group with commas between
 --   [in_rows name, type]         is one of `:rows.name`
 --   [same a, b]                  a = b, where NULL equals NULL
@@ -67,8 +68,10 @@ status = CASE WHEN :final::boolean OR attempts + 1 >= :max_attempts::integer OR 
 
 -- fragment: failed
 lease_until = NULL, token = NULL, updated_at = [now],
-       error_type = :error_type::text, error = :error::text, fingerprint = :fingerprint::text,
-       content_type = :content_type::text, headers = :headers::text, origin = :origin::text,
+       error_type = :error_type::text, error = :error::text, fingerprint = :fingerprint::text
+
+-- fragment: content
+content_type = :content_type::text, headers = :headers::text, origin = :origin::text,
        payload = :payload::bytea, has_payload = :has_payload::boolean, key_id = :key_id::text
 
 -- name: record_update
@@ -76,12 +79,18 @@ lease_until = NULL, token = NULL, updated_at = [now],
 -- that other deliveries have made of the same payload: as long as all attempts in its history were counted, no lease
 -- has expired and no operator has decided on it since.
 UPDATE txbox_inbox
-   SET starts = CASE WHEN status = 'processing' THEN [greatest](starts - 1, 0) ELSE starts END, [failing]
+   SET starts = CASE WHEN status = 'processing' THEN [greatest](starts - 1, 0) ELSE starts END, [failing], [content]
  WHERE consumer = :consumer::text AND message_id = :message_id::text
    AND ((status = 'processing' AND token = :token::text)
         OR (status = 'failed' AND :token::text = '' AND [same payload_hash, :payload_hash::bytea] AND attempts > 0
             AND attempts = (SELECT count(*) FROM txbox_attempt AS past
                              WHERE past.consumer = :consumer::text AND past.message_id = :message_id::text)))
+
+-- name: record_bare
+-- record_update of a lease that leaves the content as it is stored: it cannot be written anew.
+UPDATE txbox_inbox
+   SET starts = [greatest](starts - 1, 0), [failing]
+ WHERE consumer = :consumer::text AND message_id = :message_id::text AND status = 'processing' AND token = :token::text
 
 -- name: record_insert
 -- Somebody else's row is left alone; then nothing is written.
@@ -98,7 +107,7 @@ VALUES (:consumer::text, :message_id::text,
 -- ---- leases.py ------------------------------------------------------------------------------------------------------
 
 -- fragment: message
-message_id, topic, type, key, sequence, received_at, payload_hash, attempts, starts, content_type, headers,
+message_id, topic, type, key, sequence, [time received_at], payload_hash, attempts, starts, content_type, headers,
        origin, payload, has_payload, key_id, arrival
 
 -- name: release
@@ -354,8 +363,8 @@ SELECT consumer FROM aside WHERE consumer IS NOT NULL
 
 -- fragment: inbox_row
 [text consumer], [text message_id], status, [text topic], [text type], [text txbox_inbox.key], attempts, starts,
-       received_at, updated_at, processed_at, next_attempt_at, lease_until, error_type, error, fingerprint, has_payload,
-       arrival, key_id
+       [time received_at], [time updated_at], [time processed_at], [time next_attempt_at], [time lease_until], error_type,
+       error, fingerprint, has_payload, arrival, key_id
 
 -- fragment: inbox_filter
 [is topic]
@@ -398,7 +407,8 @@ SELECT consumer FROM aside WHERE consumer IS NOT NULL
 
 -- name: failure_groups
 -- The newest failures of one consumer and status, as many as are looked at, by what they have in common.
-[look] own.fingerprint, own.error_type, count(*), min(own.received_at), max(own.updated_at), [text min(own.message_id)]
+[look] own.fingerprint, own.error_type, count(*), [time min(own.received_at)],
+       [time max(own.updated_at)], [text min(own.message_id)]
   FROM (SELECT fingerprint, error_type, received_at, updated_at, message_id
           FROM [by_status] AND status <> 'processed' AND status = :status::text
          ORDER BY arrival DESC
@@ -411,7 +421,7 @@ SELECT [inbox_row],
   FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
 
 -- name: inbox_attempts
-SELECT attempt, status, error_type, error, fingerprint, recorded_at
+SELECT attempt, status, error_type, error, fingerprint, [time recorded_at]
   FROM txbox_attempt WHERE consumer = :consumer::text AND message_id = :message_id::text ORDER BY number
 
 -- name: inbox_count
@@ -468,10 +478,10 @@ SELECT [message]
 
 -- fragment: outbox_row
 [text own.id], own.number, own.state, [text own.topic], [text own.route], [text own.type], [text own.key], own.attempts,
-       own.staged_at,
-       CASE WHEN own.state IN ('delayed', 'failed') THEN own.available_at END,
-       CASE WHEN own.state = 'leased' THEN own.available_at END,
-       own.sent_at, [text own.cause_consumer], [text own.cause_id], own.error_type, own.error,
+       [time own.staged_at],
+       CASE WHEN own.state IN ('delayed', 'failed') THEN [time own.available_at] END,
+       CASE WHEN own.state = 'leased' THEN [time own.available_at] END,
+       [time own.sent_at], [text own.cause_consumer], [text own.cause_id], own.error_type, own.error,
        CASE WHEN own.key IS NOT NULL AND own.status = 'pending' THEN [before_it] END,
        own.key_id
 
@@ -582,7 +592,7 @@ UPDATE [outgoing_of message_id] SET status = 'pending', route = :to::text, token
 
 -- fragment: quarantine_page
 [text consumer], [text message_id], hash, status, reason, [text topic], [text type], [text txbox_quarantine.key],
-       seen, received_at, updated_at, kept_bytes, key_id
+       seen, [time received_at], [time updated_at], kept_bytes, key_id
 
 -- fragment: quarantine_row
 [quarantine_page], content_type, headers, payload, origin
@@ -641,7 +651,7 @@ SELECT [quarantine_row]
 
 -- name: audit_list
 -- Keyset pages, newest first.
-[look] number, recorded_at, actor, login, action, filter, affected, reason
+[look] number, [time recorded_at], actor, login, action, filter, affected, reason
   FROM txbox_audit
  WHERE (:before::bigint IS NULL OR number < :before::bigint)
  ORDER BY number DESC
@@ -661,13 +671,15 @@ SELECT [clock]
 
 -- name: doctor_messages
 -- Of the oldest of a consumer and status: topics and types, how many, since when, and how many are late. Each of these
--- rows may be a page of its own; how many there are of all, up to a limit, the index knows alone.
+-- rows may be a page of its own; how many there are of all, up to a limit, the index knows alone. One that is never
+-- due is late as well.
 SELECT [text own.topic], [text own.type], count(*), [age min(own.received_at)],
        count(CASE WHEN own.until < [ago :late_s] THEN 1 END),
        (SELECT count(*) FROM (SELECT 1 FROM [by_status] AND [open] status = :status::text
                                LIMIT :counted::integer) AS alike)
   FROM (SELECT topic, type, received_at,
-               CASE WHEN status = 'processing' THEN lease_until WHEN has_payload THEN next_attempt_at END AS until
+               CASE WHEN status = 'processing' THEN lease_until
+                    WHEN has_payload AND status <> 'dead' THEN coalesce(next_attempt_at, updated_at) END AS until
           FROM [by_status] AND [open] status = :status::text
          ORDER BY arrival LIMIT :limit::integer) AS own
  GROUP BY own.topic, own.type
@@ -712,7 +724,7 @@ SELECT 'rows', count(*)::double precision FROM (SELECT 1 FROM txbox_inbox LIMIT 
 -- ---- admin/found.py -------------------------------------------------------------------------------------------------
 
 -- name: database_clock
-SELECT [now]
+SELECT [time [now]]
 
 -- fragment: consumers_of table
 -- From one to the next in the index of the key: no look at all rows.
@@ -746,7 +758,7 @@ SELECT [quarantine_row]
 
 -- name: waits_order
 -- For rows that have not run: the first row of their key that they wait for.
-SELECT [text own.message_id], [text head.message_id], head.status, head.next_attempt_at
+SELECT [text own.message_id], [text head.message_id], head.status, [time head.next_attempt_at]
   FROM (SELECT behind.message_id,
                (SELECT earlier.message_id FROM txbox_inbox AS earlier
                  WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
@@ -761,7 +773,7 @@ SELECT [text own.message_id], [text head.message_id], head.status, head.next_att
 
 -- name: waits_version
 -- For rows that have not run: their version, the one processed last, and the lowest one they wait for.
-SELECT [text own.message_id], own.sequence, own.last, [text head.message_id], head.status, head.next_attempt_at,
+SELECT [text own.message_id], own.sequence, own.last, [text head.message_id], head.status, [time head.next_attempt_at],
        head.sequence
   FROM (SELECT behind.message_id, behind.sequence, done.last,
                (SELECT earlier.message_id FROM txbox_inbox AS earlier
@@ -783,7 +795,7 @@ SELECT [text own.message_id], own.sequence, own.last, [text head.message_id], he
 -- name: relay_page
 -- What may be due on one route, or was staged without one, oldest first, from where the last look ended. Takes no
 -- locks. Two scans, each in index order: with `route IN (…)` everything due would be sorted.
-SELECT id, number, topic, key, available_at, payload_bytes, type
+SELECT id, number, topic, key, [time available_at], payload_bytes, type
   FROM ([page :route::text, (:whole::boolean OR (topic [in_rows topic, text]) = :named::boolean)]
         UNION ALL
         [page '', (topic [in_rows topic, text]) = :named::boolean]) AS due
@@ -866,7 +878,7 @@ DELETE FROM txbox_worker WHERE worker = :worker::text
 
 -- name: workers
 SELECT worker, kind, host, pid, version, app, consumers, sources, routes, lanes, state, busy, leases, in_flight,
-       started_at, seen_at, [age seen_at]
+       [time started_at], [time seen_at], [age seen_at]
   FROM txbox_worker ORDER BY started_at, worker
 
 -- name: workers_prune
@@ -874,7 +886,7 @@ DELETE FROM txbox_worker WHERE seen_at < [ago :silent_s]
 
 -- name: pauses
 -- A row at least, which tells the time.
-SELECT [clock], [text paused.consumer], paused.actor, paused.reason, paused.paused_at
+SELECT [clock], [text paused.consumer], paused.actor, paused.reason, [time paused.paused_at]
   FROM (SELECT 1 AS one) AS always LEFT JOIN txbox_pause AS paused ON true ORDER BY paused.consumer
 
 -- name: pause

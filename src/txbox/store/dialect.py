@@ -274,12 +274,34 @@ def dialect(name: str, schema: str | None = None) -> Dialect:
     )
 
 
+#: What stands for times that Python cannot express, such as infinity: a day from its ends, whatever the time zone.
+FIRST, LAST = datetime(1, 1, 2, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
+
+
 def as_time(value: Any) -> datetime | None:
-    """Return a point in time, in whatever form a driver returns it, as aware UTC."""
-    if value is None:
-        return None
-    moment = value if isinstance(value, datetime) else datetime.fromisoformat(value)
-    return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+    """Return a point in time, in whatever form a query returns it, as aware UTC.
+
+    One before the year 1 or after 9998 is `FIRST` or `LAST`; None where somebody has altered it into no time at all.
+    """
+    if isinstance(value, datetime):
+        moment = value
+    elif value is None or isinstance(value, str):
+        try:
+            moment = datetime.fromisoformat(value or "")
+        except ValueError:
+            return None
+    else:
+        # seconds since 1970
+        try:
+            moment = datetime.fromtimestamp(value, UTC)
+        except (ValueError, OverflowError, OSError):
+            return LAST if value > 0 else FIRST
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    try:
+        return moment.astimezone(UTC)
+    except OverflowError:
+        return LAST if moment.year > 1 else FIRST
 
 
 _CAPABILITIES: dict[str, dict[str, bool]] = {
@@ -317,6 +339,7 @@ _CODES: dict[str, dict[Fault, str]] = {
         Fault.SCHEMA: "42P01 42703 42883 3F000",
         Fault.PREPARED: "26000 42P05",
         Fault.TIMEOUT: "57014 25P03 25P04",
+        Fault.CONTENT: "22___ 54000 54001",
         Fault.UNAVAILABLE: "25006 08___ 53000 53100 53200 53300 57P01 57P02 57P03 57P04 57P05 58___",
     },
     # 1020 and 1213 roll back the whole transaction, 1205 only its statement; here all three end the transaction.
@@ -330,6 +353,7 @@ _CODES: dict[str, dict[Fault, str]] = {
         Fault.GUARD: "1305",
         Fault.SCHEMA: "1146 1054 1176",
         Fault.TIMEOUT: "1969 3024 1317",
+        Fault.CONTENT: "1118 1153 1264 1292 1300 1301 1366 1367 1406 1441 3988",
         Fault.UNAVAILABLE: "1021 1037 1040 1041 1047 1053 1077 1114 1135 1152 1158 1159 1160 1161 1184 1203 1226 "
         "1290 1637 1792 1836 1927 2002 2003 2006 2013 2014 2055 3032 3100 4031 9001",
     },
@@ -338,6 +362,7 @@ _CODES: dict[str, dict[Fault, str]] = {
         Fault.CONFLICT: "SQLITE_BUSY SQLITE_BUSY_SNAPSHOT SQLITE_BUSY_RECOVERY SQLITE_BUSY_TIMEOUT SQLITE_LOCKED "
         "SQLITE_LOCKED_SHAREDCACHE",
         Fault.DUPLICATE: "SQLITE_CONSTRAINT_UNIQUE SQLITE_CONSTRAINT_PRIMARYKEY SQLITE_CONSTRAINT_ROWID",
+        Fault.CONTENT: "SQLITE_TOOBIG",
         # the error that close fails with
         Fault.GUARD: "SQLITE_MISMATCH",
         Fault.UNAVAILABLE: "SQLITE_FULL SQLITE_CANTOPEN SQLITE_READONLY SQLITE_IOERR SQLITE_PROTOCOL",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from txbox.errors import Fault, StoreError
+from txbox.errors import Fault, StoreError, UnreadableMessage
 from txbox.message import Message
 from txbox.outcome import Status
 from txbox.policy import RetryPolicy
@@ -18,6 +18,9 @@ from txbox.store.codec import Arrival, Columns, quarantine_hash
 from txbox.store.dialect import Dialect
 
 _NOTHING: dict[str, Any] = {}
+_NO_CONTENT: dict[str, Any] = {
+    "content_type": None, "headers": None, "origin": None, "payload": None, "key_id": None,
+}  # fmt: skip
 # thirty years, because the SQL needs a limit
 _NO_AGE_S = 10.0**9
 # what PostgreSQL takes as a setting: 24 days
@@ -408,16 +411,22 @@ class InboxStore:
         reason: str,
         payload_limit: int,
         hashed: bytes | None = None,
+        bare: bool = False,
     ) -> Statement:
         """Return the statement that quarantines a message; a copy only increments a counter.
 
         Args:
             payload_limit: how many bytes of the payload are kept.
             hashed: what tells it from others of its id, if not `quarantine_hash`.
+            bare: without its content, which cannot be written.
+
+        Raises:
+            UnusableMessage: the codec fails on the content.
         """
-        content = self.columns.content(message)
+        kept = message
         if message.payload is not None and len(message.payload) > payload_limit:
-            content["payload"] = self.columns.payload(message.payload[:payload_limit])
+            kept = replace(message, payload=message.payload[:payload_limit])
+        content = {**_NO_CONTENT} if bare else self.columns.content(kept)
         return self.dialect.statement(
             "quarantine",
             {
@@ -429,7 +438,7 @@ class InboxStore:
                 "topic": message.topic,
                 "type": message.type,
                 "key": message.key,
-                "key_id": self.columns.key_id,
+                "key_id": None if bare else self.columns.key_id,
             },
         )
 
@@ -475,12 +484,14 @@ class InboxStore:
         token: str,
         lock_timeout: timedelta,
         dying: Callable[[Session, Existing], Awaitable[None]] | None = None,
+        bare: bool = False,
     ) -> Existing | None:
         """Record a failure in a transaction of its own, over an existing row or as a new one.
 
         Args:
             token: of the caller's lease, if it has one.
             lock_timeout: the longest wait for a transaction that holds the row.
+            bare: the content cannot be written. A leased row keeps what it has; a new one has none.
             dying: what else must happen in this transaction if the row becomes dead.
 
         Returns:
@@ -490,14 +501,16 @@ class InboxStore:
 
         Raises:
             StoreError: LOCK_TIMEOUT, when the row was held for longer: nothing was written; end the
-                transaction with `rollback_bounded`.
+                transaction with `rollback_bounded`. CONTENT: the database cannot hold the content.
+            UnusableMessage: the codec fails on the content.
 
         Guarantee: with a lease, only the row that has its token is written. Without one, never a finished row,
             another's lease, another payload, or what an operator has edited or retried.
         """
-        params = self._failed_row(consumer, arrival, failure, retry, token=token)
+        params = self._failed_row(consumer, arrival, failure, retry, token=token, bare=bare)
         await db.begin(self.begin_bounded(lock_timeout))
-        written = await db.execute(self.dialect.statement("record_update", params))
+        update = "record_bare" if bare and token else "record_update"
+        written = await db.execute(self.dialect.statement(update, params))
         if written.count == 0 and not token:
             try:
                 written = await db.execute(self.dialect.statement("record_insert", params))
@@ -559,16 +572,22 @@ class InboxStore:
         retry: RetryPolicy,
         *,
         token: str,
+        bare: bool = False,
     ) -> dict[str, Any]:
         assert failure.delay_s is not None, "a failure is drawn before it is recorded"
+        if bare:
+            content: Mapping[str, Any] = _NO_CONTENT
+        elif arrival.unreadable is not None:
+            content = arrival.unreadable.stored
+        else:
+            content = {**self.columns.content(arrival.message), "key_id": self.columns.key_id}
         return {
             **self.columns.row(arrival),
-            **self.columns.content(arrival.message),
+            "has_payload": not bare,
+            **content,
             "consumer": consumer,
-            "has_payload": True,
-            "key_id": self.columns.key_id,
             "error_type": failure.error_type,
-            "error": self.columns.error(failure.error),
+            "error": self._error(arrival, failure),
             "fingerprint": failure.fingerprint,
             "final": failure.final,
             "delay_s": failure.delay_s,
@@ -576,6 +595,13 @@ class InboxStore:
             "max_age_s": retry.max_age.total_seconds() if retry.max_age else _NO_AGE_S,
             "token": token,
         }
+
+    def _error(self, arrival: Arrival, failure: Failure) -> str:
+        # the key of an unreadable row stays, so its error is not encoded: it quotes nothing of the content
+        plain = arrival.unreadable is not None
+        return (
+            self.columns.redact.error(failure.error) if plain else self.columns.error(failure.error)
+        )
 
     def failed_attempt(
         self,
@@ -597,7 +623,7 @@ class InboxStore:
             arrival.message.attempt if number is None else number,
             status=status,
             error_type=failure.error_type,
-            error=self.columns.error(failure.error),
+            error=self._error(arrival, failure),
             fingerprint=failure.fingerprint,
         )
 
@@ -615,14 +641,21 @@ class InboxStore:
         )
 
     async def result(self, db: Session, consumer: str, message_id: str) -> bytes | None:
-        """`kept_result` in a transaction of its own."""
+        """`kept_result` in a transaction of its own; None if it is unreadable."""
         await db.begin()
-        result = await self.kept_result(db, consumer, message_id)
+        try:
+            result = await self.kept_result(db, consumer, message_id)
+        except UnreadableMessage:
+            result = None
         await db.commit()
         return result
 
     async def kept_result(self, db: Transaction, consumer: str, message_id: str) -> bytes | None:
-        """Read what a handler returned; None if nothing was kept."""
+        """Read what a handler returned; None if nothing was kept.
+
+        Raises:
+            UnreadableMessage: the codec fails on it.
+        """
         params = {"consumer": consumer, "message_id": message_id}
         answer = await db.execute(self.dialect.statement("result", params))
         return self.columns.result_back(answer.rows[0][0]) if answer.rows else None

@@ -34,6 +34,9 @@ TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) / 1e6
 -- fragment: text column
 CONVERT([column] USING utf8mb4)
 
+-- fragment: time moment
+[moment]
+
 -- fragment: joined column
 GROUP_CONCAT([column])
 
@@ -224,7 +227,7 @@ VALUES (:consumer, :message_id, CASE WHEN :final OR 1 >= :max_attempts THEN 'dea
 -- name: record_own
 -- Overwrites the row this transaction claimed, identified by its token.
 UPDATE txbox_inbox
-   SET processed_at = NULL, [failing]
+   SET processed_at = NULL, [failing], [content]
  WHERE consumer = :consumer AND message_id = :message_id AND status = 'processing' AND token = :token
 
 -- ---- leases.py ------------------------------------------------------------------------------------------------------

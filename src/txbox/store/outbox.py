@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from txbox.errors import ConfigurationError
-from txbox.message import Message
+from txbox.errors import LONGEST, UnreadableMessage
+from txbox.message import Headers, Message
 from txbox.session import Session, Statement, Transaction
-from txbox.store.codec import Columns, unreadable
+from txbox.store.codec import Columns
 from txbox.store.dialect import Dialect, as_time
 
 # pages per transaction, so that a long run of waiting keys does not hold anybody up
@@ -30,11 +30,13 @@ class Staged:
     Args:
         number: its place in its key's order.
         attempts: failures so far.
+        unreadable: why its row cannot be read; its message then has neither payload nor headers.
     """
 
     message: Message[Any]
     number: int
     attempts: int
+    unreadable: UnreadableMessage | None = None
 
     @property
     def id(self) -> str:
@@ -251,11 +253,12 @@ class OutboxStore:
         (row_id, number, topic, kind, key, content_type, headers, payload, key_id, at, attempts) = (
             row[:11]
         )
+        carried, unreadable = Headers(), None
         try:
             carried = self.columns.headers_back(headers, key_id)
             payload = self.columns.payload_back(payload, key_id)
-        except ConfigurationError as error:
-            raise unreadable(error, f"{row_id} of the outbox") from error
+        except UnreadableMessage as error:
+            payload, unreadable = None, error
         message: Message[Any] = Message(
             id=row_id,
             topic=topic,
@@ -266,7 +269,7 @@ class OutboxStore:
             payload=payload,
             time=as_time(at),
         )
-        return Staged(message, number, attempts)
+        return Staged(message, number, attempts, unreadable)
 
     # -- what becomes of them -----------------------------------------------------------------
 
@@ -286,7 +289,8 @@ class OutboxStore:
                 "id": row.id,
                 "token": token,
                 "status": "dead" if dead else "pending",
-                "delay_s": delay_s,
+                # what a destination asks for may be any time
+                "delay_s": min(delay_s, LONGEST.total_seconds()),
                 "error_type": error_type,
                 "error": self.columns.error(error),
             },

@@ -27,6 +27,9 @@ extract(epoch FROM clock_timestamp())::double precision
 -- fragment: text column
 [column]
 
+-- fragment: time moment
+extract(epoch FROM [moment])::double precision
+
 -- fragment: joined column
 string_agg([column], ',')
 
@@ -370,7 +373,7 @@ ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE
 -- name: record_own
 -- Overwrites the row this transaction claimed: of all versions under this key, only that one can have its xmin.
 UPDATE txbox_inbox
-   SET processed_at = NULL, [failing]
+   SET processed_at = NULL, [failing], [content]
  WHERE consumer = :consumer::text AND message_id = :message_id::text AND status = 'processed'
    AND xmin = pg_current_xact_id()::xid AND :token::text = current_setting('txbox.token', true)
 RETURNING status, attempts
@@ -405,7 +408,7 @@ UPDATE txbox_inbox AS own
        lease_until = [in :lease_s]
  WHERE own.ctid = ANY(ARRAY(SELECT place FROM due))
    AND CASE WHEN own.consumer = :consumer::text THEN own.message_id = ANY(ARRAY(SELECT message_id FROM due)) END
-RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, own.received_at, own.payload_hash,
+RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, [time own.received_at], own.payload_hash,
           own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload,
           own.has_payload, own.key_id, own.arrival
 
@@ -419,7 +422,7 @@ SELECT :consumer::text, m.message_id, 'processing', :token::text,
 
   FROM [messages]
 [unless_there]
-RETURNING message_id, received_at, arrival
+RETURNING message_id, [time received_at], arrival
 
 -- name: lease
 -- Picks and takes in one statement, in the order of the index txbox_inbox_due, so the cost does not depend on how
@@ -1018,7 +1021,7 @@ SELECT pg_advisory_xact_lock(own.lock) FROM unnest(:rows.lock::bigint[]) AS own(
 (SELECT id, number, topic, key, available_at, coalesce(octet_length(payload), 0) AS payload_bytes, type
            FROM txbox_outbox
           WHERE status = 'pending' AND route = [route] AND available_at <= now()
-            AND (available_at, number) > (coalesce(:after_at::timestamptz, '-infinity'), :after_number::bigint)
+            AND (available_at, number) > (coalesce(to_timestamp(:after_at::double precision), '-infinity'), :after_number::bigint)
             AND [topics]
           ORDER BY available_at, number
           LIMIT :limit::integer)
@@ -1046,7 +1049,7 @@ UPDATE txbox_outbox AS own
            FOR UPDATE SKIP LOCKED) AS due
  WHERE own.id = due.id
 RETURNING own.id, own.number, own.topic, own.type, own.key, own.content_type, own.headers, own.payload, own.key_id,
-          own.staged_at, own.attempts,
+          [time own.staged_at], own.attempts,
           [flushed]
 
 -- name: relay_adopt

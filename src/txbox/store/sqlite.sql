@@ -29,6 +29,9 @@ strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', [seconds]))
 -- fragment: text column
 [column]
 
+-- fragment: time moment
+[moment]
+
 -- fragment: joined column
 group_concat([column], ',')
 
@@ -194,7 +197,7 @@ DO UPDATE SET seen = seen + 1, updated_at = [now], [anew status], [anew headers]
 -- name: record_own
 -- Overwrites the row this transaction claimed: the guard is still armed with its token.
 UPDATE txbox_inbox
-   SET processed_at = NULL, [failing]
+   SET processed_at = NULL, [failing], [content]
  WHERE consumer = :consumer AND message_id = :message_id AND status = 'processed'
    AND EXISTS (SELECT 1 FROM txbox_guard WHERE token = :token AND never = 1)
 RETURNING status, attempts
@@ -546,7 +549,8 @@ SELECT own.topic, own.type, count(*), [age min(own.received_at)],
                                WHERE status <> 'processed' AND status = :status AND consumer = :consumer
                                LIMIT :counted) AS alike)
   FROM (SELECT topic, type, received_at,
-               CASE WHEN status = 'processing' THEN lease_until WHEN has_payload THEN next_attempt_at END AS until
+               CASE WHEN status = 'processing' THEN lease_until
+                    WHEN has_payload AND status <> 'dead' THEN coalesce(next_attempt_at, updated_at) END AS until
           FROM txbox_inbox INDEXED BY txbox_inbox_status
          WHERE status <> 'processed' AND status = :status AND consumer = :consumer
          ORDER BY arrival LIMIT :limit) AS own

@@ -193,8 +193,30 @@ class Relay:
             return look.more
         points.at("relay:leased")
         self._pause_s = _BUSY_S
+        rows = self._readable(look.rows, token)
         send = self._deliver if self._publisher is None else self._publish
-        return send(look.rows, token)
+        return send(rows, token) if rows else True
+
+    def _readable(self, rows: Sequence[Staged], token: str) -> Sequence[Staged]:
+        """Record the failure of rows that cannot be read, and give back those behind them in their keys."""
+        failures = [
+            (row, *self._failure(row, row.unreadable, token))
+            for row in rows
+            if row.unreadable is not None
+        ]
+        if not failures:
+            return rows
+        keys = {_key(row) for row, *_ in failures if row.message.key is not None}
+        readable = [row for row in rows if row.unreadable is None]
+        behind = [row.id for row in readable if _key(row) in keys]
+        statements = [statement for _, statement, _ in failures]
+        if behind:
+            statements.append(self._store.release(behind, token=token))
+        results = self._patiently(lambda db: db.together(tuple(statements)))
+        for (*_, event), result in zip(failures, results or (), strict=False):
+            if result.count:
+                self._app.events.emit(event)
+        return [row for row in readable if _key(row) not in keys]
 
     def _next_lease(self) -> Callable[..., Coroutine[Any, Any, Look]]:
         """Return the query for the next rows: of all topics that take some, or of one whose pause is over."""
