@@ -22,6 +22,7 @@ from tests.support.sources import Memory
 from tests.support.waiting import eventually
 from tests.support.workers import running, worker
 from txbox import App, Lease, Message, Outgoing, RelayPolicy, RetryPolicy, maintenance
+from txbox.admin import Admin, InboxFilter
 from txbox.boundaries import Boundary
 from txbox.brokers.base import Delivery
 from txbox.brokers.envelope import KAFKA
@@ -66,6 +67,22 @@ def bad_only(raising: Callable[[], Any] = boom) -> Callable[[Message[Any]], Any]
         return raising() if BAD in str(message.id) else str(message.id)
 
     return extract
+
+
+@dataclass
+class Codec:
+    """Raises for the culprit, going out or coming in; otherwise writes bytes backwards."""
+
+    on: str
+    raising: Callable[..., Any] = boom
+    key_id: str = "k1"
+
+    def encode(self, data: bytes) -> bytes:
+        return self.raising() if self.on == "encode" and BAD.encode() in data else data[::-1]
+
+    def decode(self, data: bytes, key_id: str) -> bytes:
+        del key_id
+        return self.raising() if self.on == "decode" and BAD.encode() in data[::-1] else data[::-1]
 
 
 @dataclass
@@ -224,6 +241,26 @@ def log_filter(scene: Scene) -> None:
     )
     log.addFilter(raising)
     scene.undo.append(lambda: log.removeFilter(raising))
+
+
+@case(Boundary.CODEC, "quarantined", codec=Codec("encode", exits))
+def codec_out(scene: Scene) -> None:
+    scene.options(keep_payload="always")
+
+
+@case(Boundary.CODEC, "quarantined", codec=Codec("encode"))
+def codec_out_stored(scene: Scene) -> None:
+    scene.options(mode="stored")
+
+
+@case(Boundary.CODEC, "dead", codec=Codec("decode", exits))
+def codec_in(scene: Scene) -> None:
+    # the first run fails, so that every message is read from the table
+    def once(message: Message[Any], _tx: Any) -> None:
+        if message.attempt == 1:
+            raise ValueError("once more, from the table")
+
+    scene.options(body=once)
 
 
 # -- from a source ----------------------------------------------------------------------------
@@ -411,7 +448,7 @@ def scene_of(monkeypatch: Patch) -> Callable[..., AbstractContextManager[Scene]]
     return make
 
 
-ON_ALL = {"claim", "close", "record", "store"}
+ON_ALL = {"claim", "close", "record", "store", "codec_in", "codec_out", "codec_out_stored"}
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - ON_ALL))
@@ -494,6 +531,14 @@ def is_bad(message: Message[Any]) -> bool:
     return BAD in str(message.payload)
 
 
+@staged_case(Boundary.CODEC, "dead")
+def staged_row(scene: Scene, _broker: Recorder) -> None:
+    """Headers that are none, as another program may write them."""
+    bad = scene.shop.raw.rows("SELECT id, payload FROM txbox_outbox")
+    (row_id,) = [row[0] for row in bad if BAD.encode() in bytes(row[1])]
+    scene.shop.raw.execute("""UPDATE txbox_outbox SET headers = 'none' WHERE id = ?""", (row_id,))
+
+
 @staged_case(Boundary.PUBLISH, "dead")
 def publish(_scene: Scene, broker: Recorder) -> None:
     def answer(message: Message[Any]) -> BrokerError | None:
@@ -574,7 +619,7 @@ def test_a_boundary_of_the_relay_that_raises_ends_no_worker(
                 f"{outgoing(shop)} {shop.events}",
             )
             assert codes == []
-            if name != "confirm":
+            if name not in ("confirm", "staged_row"):
                 assert scene.contained(boundary), shop.events
         assert codes == [0]
 
@@ -670,6 +715,22 @@ def status_of(listener: socket.socket, path: str) -> int:
     with closing(connection):
         connection.request("GET", path)
         return connection.getresponse().status
+
+
+def test_a_row_that_cannot_be_read_is_listed_with_the_others(
+    database_url: str, scene_of: Callable[..., Any]
+) -> None:
+    codec = Codec("none")
+    with scene_of(database_url, codec=codec) as scene:
+        shop: Shop = scene.shop
+        shop.handler(lambda _message, _tx: boom(), retry=RetryPolicy(max_attempts=1))
+        for message_id in (*GOOD, BAD):
+            shop.deliver(paid(message_id, f'"{message_id}"'.encode()))
+        codec.on = "decode"
+        with Admin(shop.app) as admin:
+            assert {row.message_id for row in admin.list(InboxFilter())} == {*GOOD, BAD}
+            (shown,) = admin.show(InboxFilter(consumer=CONSUMER, message_id=BAD), reveal=True)
+            assert shown.message_id == BAD
 
 
 # -- the table is complete --------------------------------------------------------------------

@@ -37,6 +37,7 @@ class Boundary(StrEnum):
     RECORD = "record"  # a failure becomes a row
     LANE = "lane"  # a turn of a lane, and what it says about a batch
     LEASE = "lease"  # due rows are leased
+    CODEC = "codec"  # a column is encoded or decoded
     RELAY = "relay"  # staged rows are leased, adopted, recorded
     PUBLISH = "publish"  # a publisher sends, and confirms
     LOCAL = "local delivery"  # a staged row becomes inbox rows

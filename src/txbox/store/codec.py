@@ -10,6 +10,7 @@ from datetime import datetime
 from hashlib import sha256
 from typing import Any, Protocol
 
+from txbox.boundaries import Boundary, blamed
 from txbox.errors import StoreUnavailable, TxboxError, UnreadableMessage, UnusableMessage
 from txbox.message import Headers, HeaderValue, Message, header_value, headers_in
 from txbox.policy import CREDENTIAL_HEADERS, Redaction
@@ -154,9 +155,10 @@ class Columns:
             return self._codec.encode(data)
         except StoreUnavailable:
             raise
-        except Exception as error:
+        except BaseException as error:
             raise UnusableMessage(
-                f"App(codec=…) raised {type(error).__name__} on this message, so it cannot be kept."
+                f"App(codec=…) raised {blamed(error)} on this message, so it cannot be kept "
+                f"(boundary: {Boundary.CODEC})."
             ) from error
 
     def _decoded(self, data: bytes, key_id: str) -> bytes:
@@ -173,7 +175,8 @@ class Columns:
             return self._codec.decode(data, key_id)
         except (StoreUnavailable, UnreadableMessage):
             raise
-        except Exception as error:
+        except BaseException as error:
+            blamed(error)
             raise _unreadable(error) from error
 
     def payload(self, payload: bytes | None) -> bytes | None:
@@ -351,7 +354,7 @@ class Columns:
         return Leased(arrival, attempts, starts, number)
 
 
-def _unreadable(error: Exception) -> UnreadableMessage:
+def _unreadable(error: BaseException) -> UnreadableMessage:
     # the texts of others may quote what the codec hides
     said = f": {error}" if isinstance(error, TxboxError) else ""
     return UnreadableMessage(
