@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+import psycopg
 import pytest
 
 from tests.support.shop import Shop, add_effect, execute, opened, paid, statuses
@@ -16,6 +17,7 @@ from txbox.events import TransactionRetried
 from txbox.handlers import Handler
 from txbox.processing.intake import Leasing
 from txbox.session import drive
+from txbox.testing import meanwhile
 
 pytestmark = pytest.mark.every_database
 
@@ -130,3 +132,31 @@ def test_a_handler_that_closes_its_connection_costs_only_its_message(
         assert {culprit: shop.calls.count(culprit) for culprit in culprits} == dict.fromkeys(
             culprits, 1
         )
+
+
+@pytest.mark.parametrize("point", ["before:record_update", "before:record_attempt"])
+def test_a_stray_thread_that_breaks_a_transaction_of_txbox_costs_a_retry(
+    postgresql_url: str, point: str
+) -> None:
+    """What a handler left running fails a statement on the connection that txbox records the failure with."""
+    connections: list[Any] = []
+
+    def body(message: Message[Any], tx: Any) -> None:
+        connections.append(tx)
+        raise ValueError("no")
+
+    refused: list[psycopg.Error] = []
+
+    def stray() -> None:
+        try:
+            connections[0].execute("SELECT 1 / 0")
+        except psycopg.Error as error:
+            refused.append(error)
+
+    with opened(postgresql_url) as shop:
+        shop.handler(body)
+        with meanwhile(point, stray):
+            assert shop.deliver(paid("a")) is Outcome.FAILED
+        assert [type(error).__name__ for error in refused] == ["DivisionByZero"]
+        assert shop.row("a").attempts == 1
+        assert shop.deliver(paid("b")) is Outcome.FAILED
