@@ -37,10 +37,12 @@ from txbox.processing.intake import presentable
 from txbox.session import Transaction, run, run_async, twin_of
 from txbox.store.codec import Arrival, Codec, Columns
 from txbox.store.dialect import Dialect
-from txbox.store.inbox import Existing, InboxStore
+from txbox.store.inbox import AGAIN_MAX, Existing, InboxStore, out_of_sight
+from txbox.store.schema import limited_encoding, session_settings
 
-_AGAIN_MAX = 10
 _REUSED = "Another payload came under a known id."
+# a character that the server cannot convert to the database's encoding
+_UNTRANSLATABLE = frozenset({"22P05", "22021"})
 Payload = bytes | str | dict[str, Any] | list[Any] | None
 
 
@@ -319,7 +321,7 @@ class Inbox:
         waiting = sorted(first.values(), key=lambda arrival: arrival.message_id.encode())
         fresh: set[str] = set()
         rows: dict[str, Existing] = {}
-        for _ in range(_AGAIN_MAX):
+        for _ in range(AGAIN_MAX):
             token = secrets.token_hex(16)
             try:
                 won = await store.accept(db, self.consumer, waiting, token=token)
@@ -329,6 +331,10 @@ class Inbox:
                         "Another transaction accepted this message after your snapshot was taken: roll back and "
                         "start again; READ COMMITTED avoids this."
                     )
+                if error.code in _UNTRANSLATABLE:
+                    raise UnusableMessage(
+                        "The id, topic, type or key has characters that the encoding of this database lacks."
+                    ) from error
                 raise
             fresh |= won
             left = [arrival for arrival in waiting if arrival.message_id not in won]
@@ -339,6 +345,8 @@ class Inbox:
             waiting = [arrival for arrival in left if arrival.message_id not in rows]
             if not waiting:
                 break
+        else:
+            raise out_of_sight(self.consumer)
         return [self._answer(arrival, first, fresh, rows) for arrival in arrivals]
 
     def _answer(
@@ -383,6 +391,7 @@ class Inbox:
     async def _set_aside(
         self, db: Transaction, dialect: Dialect, arrival: Arrival, reason: str
     ) -> None:
+        self._columns.encoding = limited_encoding(await session_settings(db, dialect))
         await db.execute(
             InboxStore(dialect, self._columns).quarantine(
                 self.consumer,

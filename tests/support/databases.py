@@ -277,6 +277,15 @@ class PostgreSQL(Server):
             self.admin.execute(f'CREATE DATABASE "{name}" TEMPLATE template0')
         return self._url(name)
 
+    def create_in(self, encoding: str) -> str:
+        """URL of a fresh database in another encoding than UTF-8, with txbox's tables."""
+        name = _fresh_name()
+        self.admin.execute(
+            f"CREATE DATABASE \"{name}\" TEMPLATE template0 ENCODING '{encoding}' LC_COLLATE 'C' LC_CTYPE 'C'"
+        )
+        _apply_schema(self._url(name))
+        return self._url(name)
+
     def drop(self, url: str) -> None:
         self.admin.execute(f'DROP DATABASE IF EXISTS "{_database(url)}" WITH (FORCE)')
 

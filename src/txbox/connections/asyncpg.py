@@ -27,6 +27,7 @@ from txbox.connections.base import (
     Executor,
     Pool,
     check_committed,
+    check_session,
     hosts_of,
     is_marked,
     keep_alive,
@@ -44,6 +45,8 @@ from txbox.store.dialect import Dialect, dialect, native
 
 _ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
 _CLOSE_S = 2.0
+# whatever the URL says
+_UTF8 = {"client_encoding": "UTF8"}
 # the methods that send a statement, as far as this release has them
 _SENDS = (
     "execute", "executemany", "fetch", "fetchval", "fetchrow", "fetchmany", "cursor", "prepare",
@@ -108,6 +111,12 @@ class _Connections(Pool["AsyncpgConnection"]):
         except _ERRORS as error:
             code = getattr(error, "sqlstate", None)
             raise await self._database.unreachable(error, code, is_async=True) from error
+        if self._pool is not None:
+            try:
+                check_session(raw)
+            except ConfigurationError:
+                await self._pool.release(raw)
+                raise
         connection = AsyncpgConnection(raw, self._database.dialect, self._database.closing)
         connection.listen(self._database.handler_settings)
         return connection
@@ -116,7 +125,7 @@ class _Connections(Pool["AsyncpgConnection"]):
         database = self._database
         options: dict[str, Any] = {} if database.prepare else {"statement_cache_size": 0}
         options["timeout"] = KEEPALIVE["connect_timeout"]
-        raw: Any = await asyncpg.connect(database.dsn, **options)
+        raw: Any = await asyncpg.connect(database.dsn, server_settings=_UTF8, **options)
         keep_alive(raw._transport.get_extra_info("socket"))  # noqa: SLF001 - has no public name
         return raw
 
@@ -349,6 +358,7 @@ def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
         )
     if not tx.is_in_transaction():
         raise not_in_transaction(tx)
+    check_session(tx)
     return Borrowed(tx, dialect("postgresql", schema), is_async=True)
 
 
@@ -368,7 +378,9 @@ async def _executed(raw: Any, statement: Statement) -> Result:
     sql, names = native(statement.sql, "numeric")
     values = [statement.params[name] for name in names]
     if _returns_rows(sql):
-        rows = [tuple(row) for row in await raw.fetch(sql, *values)]
+        # not of the record class that the connection was opened with
+        fetched = await raw.fetch(sql, *values, record_class=asyncpg.Record)
+        rows = [tuple(row) for row in fetched]
         return Result(rows, len(rows))
     # "UPDATE 3", "INSERT 0 3", "CREATE TABLE"
     count = (await raw.execute(sql, *values)).rpartition(" ")[2]

@@ -469,6 +469,75 @@ def block_left(error: StoreError) -> StoreError:
     )
 
 
+def reported(driver: Any, name: str) -> str | None:
+    """Return what PostgreSQL last reported of a setting to a driver's connection, without a round trip."""
+    pgconn = getattr(driver, "pgconn", None)
+    if pgconn is not None:
+        value = pgconn.parameter_status(name.encode())
+        return None if value is None else str(value.decode())
+    if hasattr(driver, "get_settings"):
+        return getattr(driver.get_settings(), name, None)
+    # psycopg2
+    status = getattr(driver, "get_parameter_status", None)
+    return None if status is None else status(name)
+
+
+def check_session(driver: Any, *, dates: bool = False) -> None:
+    """Check, without a round trip, that a connection which is not ours carries texts and bytes as they are.
+
+    Otherwise an id would be stored as other characters than on a connection with another setting, and run twice.
+
+    Args:
+        dates: the driver must also be able to read times.
+
+    Raises:
+        ConfigurationError: it does not; the message names the setting.
+    """
+    if (encoding := reported(driver, "client_encoding")) is not None:
+        style = reported(driver, "DateStyle") if dates else None
+        if encoding.upper().replace("-", "") != "UTF8":
+            raise _unfit(
+                driver,
+                "client_encoding",
+                encoding,
+                "ids become others: connect with client_encoding=UTF8",
+            )
+        if style is not None and not style.startswith("ISO"):
+            raise _unfit(
+                driver, "DateStyle", style,
+                "its driver cannot read times: connect with options='-c DateStyle=ISO', or ALTER ROLE … SET "
+                "DateStyle = ISO",
+            )  # fmt: skip
+    elif (charset := getattr(driver, "character_set_name", None)) is not None:
+        if charset() != "utf8mb4":
+            raise _unfit(
+                driver, "charset", charset(), "ids become others: connect with charset=utf8mb4"
+            )
+        if not getattr(driver, "use_unicode", True):
+            raise _unfit(
+                driver, "use_unicode", "False", "ids come back as bytes: leave use_unicode out"
+            )
+        if getattr(driver, "server_status", 0) & _UNESCAPED:
+            raise _unfit(
+                driver, "sql_mode", "NO_BACKSLASH_ESCAPES",
+                "its driver would send payloads as other bytes, or as SQL: remove it from sql_mode",
+            )  # fmt: skip
+    elif getattr(driver, "text_factory", str) is not str:
+        raise _unfit(
+            driver, "text_factory", "not str", "ids come back as other values: leave it at str"
+        )
+
+
+# what a MySQL server reports of its sql_mode
+_UNESCAPED = 512
+
+
+def _unfit(driver: Any, name: str, value: str, so: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"The {name} of this {type(driver).__qualname__} is {value}, so {so}."
+    )
+
+
 def is_marked(driver: Any) -> bool:
     """Whether a driver's connection is in the transaction of a batch that txbox claimed, without a round trip.
 

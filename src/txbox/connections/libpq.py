@@ -324,11 +324,12 @@ class Pipeline:
                 else _dump(value)
                 for value in map(params.__getitem__, names)
             ]
+            # binary results do not depend on DateStyle, bytea_output, extra_float_digits or a time zone
             if name is not None:
-                pgconn.send_query_prepared(name, values, formats)
+                pgconn.send_query_prepared(name, values, formats, _BINARY)
             else:
                 sql, _ = native(statement.sql, "numeric")
-                pgconn.send_query_params(sql.encode(), values, None, formats)
+                pgconn.send_query_params(sql.encode(), values, None, formats, _BINARY)
         if sent.after is not None:
             # a COMMIT that lacks its plan would be in doubt, so it is prepared along with the plan it comes
             # behind: a server that lacks one lacks both, and that statement fails first

@@ -31,6 +31,7 @@ from txbox.connections.base import (
     Pool,
     acquired,
     async_driver,
+    check_session,
     connection_lost,
     handler_left,
     hosts_of,
@@ -48,10 +49,16 @@ from txbox.session import Connection, Lasts, Result, SettingChange, Statement, S
 from txbox.store.dialect import Dialect, dialect, native
 
 _CONNECT_TIMEOUT_S = 10
-# READ COMMITTED has no gap locks; without strict mode, ids and payloads could be truncated silently
+# READ COMMITTED has no gap locks; without strict mode, ids and payloads could be truncated silently; both drivers quote
+# bytes with backslashes. What a server may be set to for the sake of people at a prompt would refuse updates, cut lists
+# off, or begin a transaction with each COMMIT
 _SESSION = (
     "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
-    "SET SESSION sql_mode = CONCAT_WS(',', NULLIF(@@SESSION.sql_mode, ''), 'STRICT_ALL_TABLES')",
+    (
+        "SET SESSION sql_mode = CONCAT(REPLACE(@@SESSION.sql_mode, 'NO_BACKSLASH_ESCAPES', 'STRICT_ALL_TABLES'), "
+        "',STRICT_ALL_TABLES'), sql_safe_updates = 0, sql_select_limit = 18446744073709551615, sql_big_selects = 1, "
+        "completion_type = 'NO_CHAIN'"
+    ),
 )
 _OPTIONS = frozenset({"charset", "unix_socket", "ssl_ca", "ssl_cert", "ssl_key"})
 # methods that set something without a statement
@@ -159,6 +166,7 @@ class _Connections(Pool["MysqlConnection"]):
                 await _done(cursor.execute(_SESSION[1]), is_async)
                 await _done(cursor.close(), is_async)
                 connection.changed = None
+                check_session(raw)
             except BaseException:
                 connection.discard()
                 raise
@@ -342,7 +350,8 @@ class MysqlConnection(Connection):
         # if a handler rolls back, it must end up in a new transaction, not in autocommit
         await self._set_autocommit(False)
         try:
-            await _done(self.native.begin(), self.is_async)
+            # not BEGIN, which is no statement where sql_mode is ORACLE: the check at start must get to name that
+            await _done(self.native.query("START TRANSACTION"), self.is_async)
         except self._errors as error:
             raise self._failed(error) from error
         results = [await self.execute(statement) for statement in statements]
@@ -454,11 +463,7 @@ def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
 
 
 def _check_caller(tx: Any) -> None:
-    if tx.character_set_name() != "utf8mb4":
-        raise ConfigurationError(
-            f"This {type(tx).__qualname__} uses the charset {tx.character_set_name()}, which would change the bytes "
-            "of ids: connect with charset='utf8mb4'."
-        )
+    check_session(tx)
     if tx.get_autocommit() and not tx.server_status & SERVER_STATUS.SERVER_STATUS_IN_TRANS:
         raise not_in_transaction(tx)
 

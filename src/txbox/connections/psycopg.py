@@ -26,6 +26,7 @@ from txbox.connections.base import (
     Database,
     Executor,
     Pool,
+    check_session,
     connection_lost,
     handler_left,
     hosts_of,
@@ -155,6 +156,13 @@ class _Connections(Pool["PsycopgConnection"]):
             for closed in [other for other in list(self._known) if other.closed]:
                 self._known.pop(closed, None)
             database = self._database
+            try:
+                check_session(raw)
+            except ConfigurationError:
+                returned = self._pool.putconn(raw)
+                if self.is_async:
+                    await returned
+                raise
             known = PsycopgConnection(raw, database, self._pool)
             self._known[raw] = known
         await known.prepare_for_use()
@@ -187,7 +195,13 @@ class _Connections(Pool["PsycopgConnection"]):
     async def _opened(self) -> PsycopgConnection:
         database = self._database
         kind: Any = psycopg.AsyncConnection if self.is_async else psycopg.Connection
-        connect = partial(kind.connect, database.settings, prepare_threshold=database.threshold)
+        connect = partial(
+            kind.connect,
+            database.settings,
+            prepare_threshold=database.threshold,
+            # whatever the URL, the environment or the role says
+            client_encoding="UTF8",
+        )
         raw = await self._connected(connect)
         return PsycopgConnection(raw, database, None)
 
@@ -532,6 +546,7 @@ def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
     if not isinstance(tx, psycopg.AsyncConnection if is_async else psycopg.Connection):
         raise sync_async_mismatch(tx, wants="sync" if is_async else "async")
     _check_transaction(tx)
+    check_session(tx)
     return Borrowed(tx, dialect("postgresql", schema), is_async=is_async)
 
 

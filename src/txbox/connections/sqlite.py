@@ -413,10 +413,16 @@ class Borrowed(Executor):
     """The caller's connection, in the caller's transaction."""
 
     async def _execute(self, statement: Statement) -> Result:
+        factory = self._tx.text_factory
         try:
+            if factory is not str:
+                self._tx.text_factory = str
             return await _executed(self._tx, statement, self.is_async)
         except sqlite3.Error as error:
             raise _failure(error, self.dialect) from error
+        finally:
+            if factory is not str:
+                self._tx.text_factory = factory
 
 
 def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
@@ -435,8 +441,8 @@ def _check_transaction(tx: Any) -> None:
 
 async def _executed(connection: Any, statement: Statement, is_async: bool) -> Result:
     sql, names = native(statement.sql, "qmark")
-    opened = connection.cursor()
-    cursor = await opened if is_async else opened
+    # not of a class that the connection's own `cursor` may return
+    cursor: Any = await connection.cursor() if is_async else sqlite3.Cursor(connection)
     try:
         cursor.row_factory = None
         sent = cursor.execute(sql, list(map(statement.params.__getitem__, names)))

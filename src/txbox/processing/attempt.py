@@ -43,7 +43,7 @@ from txbox.store import leases
 from txbox.store import schema as tables
 from txbox.store.codec import Arrival, Leased, quarantine_hash
 from txbox.store.dialect import dialect
-from txbox.store.inbox import Existing, Failure, InboxStore
+from txbox.store.inbox import AGAIN_MAX, Existing, Failure, InboxStore, out_of_sight
 
 # when a row is due again that was released because another thread works on its id
 _RELEASED_S = 1.0
@@ -108,6 +108,7 @@ class InboxProtocol:
         self._settings = self._settings_of()
         if self._settings is not None and self._settings.stale:
             await self._read_setters(db, self._settings)
+        self.store.columns.encoding = state.encoding
         self.checked = True
 
     async def _read_setters(self, db: Session, settings: Settings) -> None:
@@ -281,7 +282,7 @@ class InboxProtocol:
             await self._read_setters(db, self._settings)
         batch_size, consumer = self.batch_sizes.of(handler), handler.consumer
         settled: dict[str, Answer] = {}
-        unsettled, tries, known, group = arrivals, 0, claim is not NEW, 0
+        unsettled, tries, rounds, known, group = arrivals, 0, 0, claim is not NEW, 0
         alone = len(arrivals) == 1
         if not alone:
             if batch_size.alone:
@@ -343,7 +344,11 @@ class InboxProtocol:
                         settled[arrival.message_id] = answer
             if len(settled) == len(arrivals):
                 break
+            before = len(unsettled)
             unsettled = [arrival for arrival in unsettled if arrival.message_id not in settled]
+            rounds = rounds + 1 if len(unsettled) == before else 0
+            if rounds > AGAIN_MAX + self.limits.conflict_retries:
+                raise out_of_sight(consumer)
         return settled
 
     def _can_look_up(self, handler: Handler, arrivals: Sequence[Arrival]) -> bool:

@@ -28,7 +28,7 @@ from txbox.session import Session
 from txbox.store import leases
 from txbox.store import schema as tables
 from txbox.store.codec import Arrival, Leased
-from txbox.store.inbox import Existing
+from txbox.store.inbox import AGAIN_MAX, Existing, out_of_sight
 
 _TWO_PAYLOADS = "Two payloads came under one id in one batch: the producer reuses ids, or a message was altered."
 _QUARANTINED = Answer(Outcome.QUARANTINED)
@@ -132,6 +132,7 @@ class Intake:
         Guarantee: an outcome that settles is on disk, as a finished row, a stored payload or a
         quarantine row.
         """
+        columns = self._protocol.store.columns
         known: dict[str, Arrival] = {}
         ids: list[str] = []
         # by index, of messages that go no further
@@ -141,6 +142,8 @@ class Intake:
             message_id = ""  # no message has this one
             try:
                 arrival = handler.arrival(message, self._protocol.limits)
+                if columns.encoding is not None:
+                    columns.check_encoding(arrival)
             except UnusableMessage as error:
                 aside[index] = await self._set_aside(
                     db, handler, message, error.message_id, str(error)
@@ -236,7 +239,7 @@ class Intake:
         )
         settled: dict[str, Answer] = {}
         rows_of: dict[str, Leased] = {}
-        while True:
+        for _ in range(AGAIN_MAX):
             try:
                 fresh, found, rows = await self._insert(db, consumer, ordered, leasing)
             except (UnusableMessage, StoreError) as error:
@@ -271,6 +274,8 @@ class Intake:
                 break
             # pruned between the two statements: store again
             ordered = gone
+        else:
+            raise out_of_sight(consumer)
         if leasing is not None:
             order = [arrival.message_id for arrival in arrivals if arrival.message_id in rows_of]
             leasing.rows += [rows_of[message_id] for message_id in order]

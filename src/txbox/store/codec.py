@@ -138,6 +138,45 @@ class Columns:
     def __init__(self, codec: Codec | None = None, redact: Redaction | None = None) -> None:
         self._codec = codec
         self.redact = redact or Redaction()
+        #: Python's name of the database's encoding, if that lacks characters of Unicode; found out at start.
+        self.encoding: str | None = None
+
+    def lacks(self, *texts: str | None) -> bool:
+        """Whether the database's encoding lacks a character of these texts."""
+        if self.encoding is None:
+            return False
+        try:
+            "".join(filter(None, texts)).encode(self.encoding)
+        except UnicodeEncodeError:
+            return True
+        return False
+
+    def check_encoding(self, arrival: Arrival) -> None:
+        """Check that the database can hold a message's id and names as they are.
+
+        Raises:
+            UnusableMessage: its encoding lacks a character of them.
+        """
+        message, message_id = arrival.message, arrival.message_id
+        if self.lacks(message_id, message.topic, message.type, message.key, message.content_type):
+            error = UnusableMessage(
+                f"The id, topic, type, key or content type has characters that the encoding of this database "
+                f"({self.encoding}) lacks: {message_id!a}."
+            )
+            error.message_id = message_id
+            raise error
+
+    def fitting(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Escape, in texts for people, the characters that the database's encoding lacks."""
+        encoding = self.encoding
+        if encoding is None:
+            return params
+        return {
+            name: value.encode(encoding, "backslashreplace").decode(encoding)
+            if isinstance(value, str)
+            else value
+            for name, value in params.items()
+        }
 
     @property
     def key_id(self) -> str | None:

@@ -7,9 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any, Literal, NamedTuple
 
-from txbox.errors import Fault, StoreError, UnreadableMessage
+from txbox.errors import Fault, StoreError, StoreUnavailable, UnreadableMessage
 from txbox.message import Message
 from txbox.outcome import Status
 from txbox.policy import RetryPolicy
@@ -65,6 +66,18 @@ FINISHED = Existing(
     token=None,
     leased=False,
 )
+
+
+#: So often an id that is neither won nor found is claimed again: its row may have been pruned in between.
+AGAIN_MAX = 10
+
+
+def out_of_sight(consumer: str) -> StoreUnavailable:
+    """Return the error for ids whose rows are there, as claims show, and can never be read."""
+    return StoreUnavailable(
+        f"A message of consumer {consumer!r} has a row that this connection cannot read: row security hides it, or it "
+        "was written in another encoding. `txbox doctor` tells which."
+    )
 
 
 class Won(NamedTuple):
@@ -423,24 +436,26 @@ class InboxStore:
         Raises:
             UnusableMessage: the codec fails on the content.
         """
+        if self.columns.lacks(message_id):
+            # escaped it would be another message's id; left out, it still tells the messages without one apart
+            hashed = sha256(message_id.encode() + quarantine_hash(message, "")).digest()
+            message_id = ""
         kept = message
         if message.payload is not None and len(message.payload) > payload_limit:
             kept = replace(message, payload=message.payload[:payload_limit])
         content = {**_NO_CONTENT} if bare else self.columns.content(kept)
-        return self.dialect.statement(
-            "quarantine",
-            {
-                **content,
-                "consumer": consumer,
-                "message_id": message_id,
-                "hash": hashed or quarantine_hash(message, message_id),
-                "reason": self.columns.redact.error(reason),
-                "topic": message.topic,
-                "type": message.type,
-                "key": message.key,
-                "key_id": None if bare else self.columns.key_id,
-            },
-        )
+        params = {
+            **content,
+            "consumer": consumer,
+            "message_id": message_id,
+            "hash": hashed or quarantine_hash(message, message_id),
+            "reason": self.columns.redact.error(reason),
+            "topic": message.topic,
+            "type": message.type,
+            "key": message.key,
+            "key_id": None if bare else self.columns.key_id,
+        }
+        return self.dialect.statement("quarantine", self.columns.fitting(params))
 
     def attempt(
         self,
@@ -458,18 +473,16 @@ class InboxStore:
         Args:
             error: as it is stored: encoded by the codec, unless the database wrote it.
         """
-        return self.dialect.statement(
-            "record_attempt",
-            {
-                "consumer": consumer,
-                "message_id": message_id,
-                "attempt": number,
-                "status": status,
-                "error_type": error_type,
-                "error": error,
-                "fingerprint": fingerprint,
-            },
-        )
+        params = {
+            "consumer": consumer,
+            "message_id": message_id,
+            "attempt": number,
+            "status": status,
+            "error_type": error_type,
+            "error": error,
+            "fingerprint": fingerprint,
+        }
+        return self.dialect.statement("record_attempt", self.columns.fitting(params))
 
     # -- failures: in a transaction of their own, or in the one that claimed the row -----------
 
@@ -521,7 +534,9 @@ class InboxStore:
         if written.count == 0:
             await self.rollback_bounded(db)
             return None
-        row = (await self.classify(db, consumer, [arrival.message_id]))[arrival.message_id]
+        row = (await self.classify(db, consumer, [arrival.message_id])).get(arrival.message_id)
+        if row is None:
+            raise out_of_sight(consumer)
         await db.execute(
             self.failed_attempt(consumer, arrival, failure, status=row.status, number=row.attempts)
         )
@@ -581,7 +596,7 @@ class InboxStore:
             content = arrival.unreadable.stored
         else:
             content = {**self.columns.content(arrival.message), "key_id": self.columns.key_id}
-        return {
+        params = {
             **self.columns.row(arrival),
             "has_payload": not bare,
             **content,
@@ -595,6 +610,7 @@ class InboxStore:
             "max_age_s": retry.max_age.total_seconds() if retry.max_age else _NO_AGE_S,
             "token": token,
         }
+        return self.columns.fitting(params)
 
     def _error(self, arrival: Arrival, failure: Failure) -> str:
         # the key of an unreadable row stays, so its error is not encoded: it quotes nothing of the content

@@ -497,6 +497,23 @@ SELECT GET_LOCK(CONCAT('txbox.', SHA2(DATABASE(), 224)), 3600)
 -- name: schema_unlock
 SELECT RELEASE_LOCK(CONCAT('txbox.', SHA2(DATABASE(), 224)))
 
+-- name: session
+-- What `schema.unfit` judges. SHOW VARIABLES would be cut off by sql_select_limit, which an own LIMIT overrides.
+SELECT 'character_set_client', CAST(@@character_set_client AS CHAR)
+ UNION ALL
+SELECT 'character_set_connection', CAST(@@character_set_connection AS CHAR)
+ UNION ALL
+SELECT 'character_set_results', CAST(@@character_set_results AS CHAR)
+ UNION ALL
+SELECT 'sql_mode', CAST(@@sql_mode AS CHAR)
+ UNION ALL
+SELECT 'sql_safe_updates', CAST(@@sql_safe_updates AS CHAR)
+ UNION ALL
+SELECT 'sql_select_limit', CAST(@@sql_select_limit AS CHAR)
+ UNION ALL
+SELECT 'completion_type', CAST(@@completion_type AS CHAR)
+ LIMIT 10
+
 -- name: guard_check
 -- The savepoint protects transactional tables only.
 SELECT count(*) AS triggers, 'origin' AS role FROM information_schema.tables
@@ -615,12 +632,12 @@ SHOW VARIABLES
 
 -- name: doctor_columns
 SELECT table_name, column_name FROM information_schema.columns
- WHERE table_schema = DATABASE() AND table_name LIKE 'txbox\_%'
+ WHERE table_schema = DATABASE() AND LEFT(table_name, 6) = 'txbox_'
 
 -- name: doctor_indexes
 -- An index is there as a whole, or not at all.
 SELECT DISTINCT table_name, index_name, TRUE FROM information_schema.statistics
- WHERE table_schema = DATABASE() AND table_name LIKE 'txbox\_%'
+ WHERE table_schema = DATABASE() AND LEFT(table_name, 6) = 'txbox_'
 
 -- name: doctor_transactions
 -- The oldest one of somebody else that holds back purge. What one of the two products runs, the other reads as a comment:

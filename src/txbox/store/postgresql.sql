@@ -729,6 +729,17 @@ SELECT pg_advisory_xact_lock(8389754677)
 -- nothing: schema_unlock
 -- The lock ends with its transaction.
 
+-- name: session
+-- What `schema.unfit` judges: settings by their names, and the tables whose row security applies to this role.
+SELECT name::text, setting FROM pg_settings
+ WHERE name IN ('client_encoding', 'server_encoding', 'array_nulls', 'extra_float_digits')
+ UNION ALL
+SELECT 'row_security', string_agg(own.relname::text, ', ' ORDER BY own.relname)
+  FROM pg_class AS home
+  JOIN pg_class AS own ON own.relnamespace = home.relnamespace AND own.relkind IN ('r', 'p')
+                      AND NOT own.relispartition AND own.relname LIKE 'txbox\_%'
+ WHERE home.oid = to_regclass('txbox_schema')::oid AND row_security_active(own.oid)
+
 -- name: guard_check
 -- The guard works only while its trigger fires on every partition. DISABLE TRIGGER silences it, and before
 -- version 3 so did a replication role.
@@ -861,9 +872,20 @@ UPDATE txbox_quarantine AS own
 -- Lengths of time in milliseconds, as pg_settings has them.
 SELECT name::text, setting FROM pg_settings
  WHERE name IN ('fsync', 'full_page_writes', 'synchronous_commit', 'synchronous_standby_names', 'transaction_isolation',
-                'transaction_read_only', 'default_transaction_isolation', 'statement_timeout', 'transaction_timeout', 'autovacuum', 'track_counts')
+                'transaction_read_only', 'default_transaction_read_only', 'default_transaction_isolation',
+                'statement_timeout', 'transaction_timeout', 'autovacuum', 'track_counts')
  UNION ALL
 SELECT 'in_recovery', CASE WHEN pg_is_in_recovery() THEN 'on' ELSE 'off' END
+ UNION ALL
+-- What connections that are not ours have, unless they say otherwise; of two, that of the role in this database.
+(SELECT 'role_encoding', split_part(own.text, '=', 2)
+  FROM pg_db_role_setting AS setting
+ CROSS JOIN unnest(setting.setconfig) AS own(text)
+ WHERE setting.setdatabase IN (0, (SELECT oid FROM pg_database WHERE datname = current_database()))
+   AND setting.setrole IN (0, (SELECT oid FROM pg_roles WHERE rolname = session_user))
+   AND own.text LIKE 'client_encoding=%'
+ ORDER BY setting.setrole = 0, setting.setdatabase = 0
+ LIMIT 1)
 
 -- name: doctor_backend
 -- A pooler that knows prepared statements gives them names of its own.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from typing import Final
 
 from txbox.errors import ConfigurationError, Fault, SchemaError, StoreError
 from txbox.session import Session, Statement, Transaction
@@ -34,11 +37,13 @@ class SchemaState:
     Attributes:
         version: None if there are no tables.
         compatible_from: the oldest version whose releases can work with them.
+        encoding: see `limited_encoding`; read by `check` only.
     """
 
     version: int | None
     compatible_from: int | None
     schema: str | None
+    encoding: str | None = None
 
 
 def migration_text(
@@ -132,7 +137,8 @@ async def check(db: Session, dialect: Dialect) -> SchemaState:
     """Check that this release can work with the tables, in a transaction of its own.
 
     Raises:
-        SchemaError: the tables are missing, too old or too new, or the guard does not fire.
+        SchemaError: the tables are missing, too old or too new, the guard does not fire, or the session is not what
+            the statements rely on.
     """
     await db.begin()
     try:
@@ -146,6 +152,8 @@ async def check(db: Session, dialect: Dialect) -> SchemaState:
 
 
 async def _checked(db: Transaction, dialect: Dialect) -> SchemaState:
+    # first: behind row security there seem to be no tables
+    settings = await check_session(db, dialect)
     try:
         state = await read_state(db, dialect)
     except StoreError as error:
@@ -167,7 +175,98 @@ async def _checked(db: Transaction, dialect: Dialect) -> SchemaState:
             "session_replication_role be origin (PostgreSQL), or the table txbox_inbox be InnoDB (MySQL); "
             "compare the tables with `txbox schema print`."
         )
-    return state
+    return replace(state, encoding=limited_encoding(settings))
+
+
+# -- the session that statements run in --------------------------------------------------------
+
+
+async def check_session(db: Transaction, dialect: Dialect) -> dict[str, str]:
+    """Check the settings of the session, in an open transaction; returns them.
+
+    Raises:
+        SchemaError: names the first one that txbox cannot work with.
+    """
+    settings = await session_settings(db, dialect)
+    for refusal in unfit(settings).values():
+        raise SchemaError(refusal)
+    return settings
+
+
+async def session_settings(db: Transaction, dialect: Dialect) -> dict[str, str]:
+    """Read what `unfit` judges; nothing where there is nothing to judge."""
+    if not dialect.has("session"):
+        return {}
+    found = await db.execute(dialect.statement("session"))
+    return {str(name): "" if value is None else str(value) for name, value in found.rows}
+
+
+def unfit(settings: Mapping[str, str]) -> dict[str, str]:
+    """Why txbox's statements cannot work in such a session, each with what to do, by the name of the setting."""
+    refusals: dict[str, str] = {}
+    if tables := settings.get("row_security"):
+        refusals["row_security"] = (
+            f"Row security decides which rows of {tables} this role sees, and so may hide messages: `ALTER TABLE … "
+            "DISABLE ROW LEVEL SECURITY` for these tables, or `ALTER ROLE … BYPASSRLS`."
+        )
+    for name, (fits, remedy) in _FITS.items():
+        value = settings.get(name)
+        if value is not None and not fits(value):
+            refusals[name] = f"{name} is {value or 'empty'}: {remedy}."
+    return refusals
+
+
+def limited_encoding(settings: Mapping[str, str]) -> str | None:
+    """Return Python's name of the database's encoding; None for one that has all characters of Unicode."""
+    encoding = settings.get("server_encoding", "UTF8")
+    if encoding in ("UTF8", "SQL_ASCII"):
+        return None
+    try:
+        return codecs.lookup(encoding.replace("WIN", "cp").replace("KOI8", "koi8_")).name
+    except LookupError:
+        # that much of it is certain
+        return "ascii"
+
+
+def _is_utf8mb4(charset: str) -> bool:
+    return charset == "utf8mb4"
+
+
+_CHARSET: Final = (_is_utf8mb4, "connect with charset=utf8mb4, or ids become others")
+#: Setting, which values txbox can work with, what to do about others.
+_FITS: Final[Mapping[str, tuple[Callable[[str], bool], str]]] = {
+    "client_encoding": (
+        lambda encoding: encoding == "UTF8",
+        "connect with client_encoding=UTF8, or ids become others",
+    ),
+    "array_nulls": (
+        lambda on: on == "on",
+        "`ALTER ROLE … RESET array_nulls`, or a missing type or key becomes the text NULL",
+    ),
+    "extra_float_digits": (
+        lambda digits: int(digits) >= 0,
+        "`ALTER ROLE … RESET extra_float_digits`, or times and ages are rounded",
+    ),
+    "character_set_client": _CHARSET,
+    "character_set_connection": _CHARSET,
+    "character_set_results": _CHARSET,
+    "sql_mode": (
+        lambda modes: {"ORACLE", "EMPTY_STRING_IS_NULL"}.isdisjoint(modes.split(",")),
+        "remove ORACLE and EMPTY_STRING_IS_NULL for this connection, or statements mean something else",
+    ),
+    "sql_safe_updates": (
+        lambda on: on in ("OFF", "0"),
+        "`SET sql_safe_updates = 0` on each connection, or updates of many rows are refused",
+    ),
+    "sql_select_limit": (
+        lambda rows: int(rows) > 2**32,
+        "`SET sql_select_limit = DEFAULT` on each connection, or rows are missing from each result",
+    ),
+    "completion_type": (
+        lambda kind: kind in ("NO_CHAIN", "0"),
+        "`SET completion_type = 'NO_CHAIN'` on each connection, or each COMMIT begins a transaction or disconnects",
+    ),
+}
 
 
 async def state_of(db: Session, dialect: Dialect) -> SchemaState:
@@ -235,7 +334,7 @@ async def apply(
     await db.begin()
     try:
         versions = await migrate(db, dialect, schema, partitioning=partitioning)
-    except ConfigurationError:
+    except (ConfigurationError, SchemaError):
         await db.rollback()
         raise
     await db.commit()
@@ -252,6 +351,7 @@ async def migrate(
 ) -> tuple[int, int]:
     """`apply` in the caller's transaction, up to a given version; newer tables are left alone."""
     upto = VERSION if upto is None else upto
+    await check_session(db, dialect)
     if dialect.has("schema_lock"):
         await _lock(db, dialect)
     state = await read_state(db, dialect)

@@ -438,7 +438,7 @@ SELECT soon.consumer, (julianday(soon.at) - julianday('now')) * 86400.0
 -- name: schema_exists
 SELECT count(*), NULL AS schema FROM sqlite_master WHERE type = 'table' AND name = 'txbox_schema'
 
--- nothing: schema_lock schema_unlock
+-- nothing: schema_lock schema_unlock session
 -- BEGIN IMMEDIATE already holds the one write lock.
 
 -- name: guard_check

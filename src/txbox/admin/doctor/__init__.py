@@ -28,6 +28,10 @@ CODES: dict[str, Severity] = {
     "foreign-create": "warning",
     "partitions-missing": "warning",
     # the server
+    "session-setting": "error",
+    "row-security": "error",
+    "role-encoding": "warning",
+    "server-encoding": "warning",
     "on-replica": "error",
     "isolation-level": "warning",
     "pooler-statement": "error",

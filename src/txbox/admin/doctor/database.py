@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from txbox.admin.doctor import Diagnosis, Finding
 from txbox.admin.reader import Application, Rows, says_anything, takes
 from txbox.admin.tables import UNMATCHED
-from txbox.errors import Fault, StoreError, StoreUnavailable
+from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.session import Connection, Connections, Session, Statement
 from txbox.store import activity, partitions, schema
 from txbox.store.dialect import Dialect
@@ -45,6 +45,7 @@ class Case:
         dialect: with the schema of the tables, once that is known.
         usable: the tables are there, and of a version that this release works with.
         settings: those of the server that matter, by their names.
+        session: those that statements rely on; see `schema.unfit`.
     """
 
     db: Session
@@ -54,6 +55,7 @@ class Case:
     diagnosis: Diagnosis
     usable: bool = False
     settings: dict[str, str] = field(default_factory=dict[str, str])
+    session: dict[str, str] = field(default_factory=dict[str, str])
 
     async def rows(self, query: str, **params: Any) -> Rows:
         """Read in a transaction of its own."""
@@ -77,12 +79,16 @@ class Case:
 
 
 async def tables(case: Case) -> AsyncIterator[Finding]:
-    """The version of the tables, and all that belongs to it."""
+    """The session, the version of the tables, and all that belongs to it."""
+    case.session = await case.read(schema.session_settings) or {}
+    for name, refusal in schema.unfit(case.session).items():
+        hides = name == "row_security"
+        yield _refused(refusal, "row-security" if hides else "session-setting")
+        if hides:
+            return
     state = await case.read(schema.read_state) or schema.SchemaState(None, None, None)
-    if refusal := schema.unusable(state):
-        problem, _, remedy = refusal.partition(": ")
-        code = "schema-missing" if state.version is None else "schema-version"
-        yield Finding(code, f"{problem}.", f"{remedy[0].upper()}{remedy[1:]}")
+    if unusable := schema.unusable(state):
+        yield _refused(unusable, "schema-missing" if state.version is None else "schema-version")
         return
     case.usable = True
     if state.schema is not None:
@@ -98,6 +104,12 @@ async def tables(case: Case) -> AsyncIterator[Finding]:
         yield finding
     async for finding in _guard(case, state):
         yield finding
+
+
+def _refused(refusal: str, code: str) -> Finding:
+    """Return the finding for what txbox says when it refuses to start."""
+    problem, _, remedy = refusal.partition(": ")
+    return Finding(code, f"{problem}.", f"{remedy[0].upper()}{remedy[1:]}")
 
 
 async def _drift(case: Case, version: int) -> AsyncIterator[Finding]:
@@ -171,12 +183,50 @@ async def settings(case: Case) -> AsyncIterator[Finding]:
     """What the server is set to, as a transaction of txbox's sees it."""
     (found,) = await case.db.together((case.statement("doctor_settings"),))
     case.settings = {str(name): str(value) for name, value in found.rows}
-    for part in (_writable, _isolation, _durability, _time_outs):
+    for part in (_writable, _encodings, _isolation, _durability, _time_outs):
         for finding in part(case):
             yield finding
 
 
+def _encodings(case: Case) -> Iterator[Finding]:
+    encoding, of_role = (
+        case.session.get("server_encoding", "UTF8"),
+        case.settings.get("role_encoding"),
+    )
+    if encoding == "SQL_ASCII":
+        yield Finding(
+            "server-encoding",
+            "The database's encoding is SQL_ASCII: it keeps whatever bytes each client sends, and another client may "
+            "send an id in other bytes than txbox, which sends UTF-8.",
+            "Have all clients use client_encoding = UTF8, or move to a database in UTF8.",
+        )
+    elif encoding != "UTF8":
+        yield Finding(
+            "server-encoding",
+            f"The database's encoding is {encoding}: messages whose id, topic, type or key has other characters go to "
+            "the quarantine.",
+            "Move to a database in UTF8.",
+        )
+    if of_role is not None and of_role.upper().replace("-", "") != "UTF8":
+        yield Finding(
+            "role-encoding",
+            f"The role's client_encoding is {of_role}: txbox sets UTF8 where it connects itself, but refuses your "
+            "pools, engines and connections that do not.",
+            "`ALTER ROLE … SET client_encoding = 'UTF8'`, or of the database, wherever it is set.",
+        )
+
+
 def _writable(case: Case) -> Iterator[Finding]:
+    if (
+        case.settings.get("default_transaction_read_only") == "on"
+        and case.settings.get("in_recovery") == "off"
+    ):
+        yield Finding(
+            "on-replica",
+            "default_transaction_read_only is on for this role or database: nothing can be processed.",
+            "`ALTER ROLE … RESET default_transaction_read_only`, or of the database, wherever it is set.",
+        )
+        return
     for name in _READ_ONLY:
         if case.settings.get(name, "off").lower() not in ("off", "0"):
             yield Finding(
@@ -714,6 +764,11 @@ async def examine(db: Session, app: Application, diagnosis: Diagnosis) -> None:
     case = Case(db, app, says_anything(app), app.database.dialect, diagnosis)
     try:
         await db.begin()
+    except ConfigurationError as error:
+        # a connection of the user's pool or engine
+        diagnosis.findings.append(_refused(str(error), "session-setting"))
+        diagnosis.not_checked("the database", "txbox refuses the connections it was given")
+        return
     except StoreError:
         db.discard()
         if finding := await transactions_refused(case):
