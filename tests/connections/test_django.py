@@ -396,3 +396,35 @@ def test_times_are_the_same_points_in_time_without_use_tz(
         found = as_time(drive(database.sync, Session.alone, clock).rows[0][0])
         assert found is not None
         assert abs(found - now) < timedelta(minutes=1)
+
+
+# -- autocommit --------------------------------------------------------------------------------------
+
+
+@every_product
+def test_without_autocommit_it_is_refused_before_anything_runs(
+    product: str, shared_url: Callable[[str], str], number: int
+) -> None:
+    """Django's `atomic` then commits nothing by itself, and says so after txbox's COMMIT has taken effect."""
+    url = shared_url(product)
+    with configured(url, AUTOCOMMIT=False) as alias:
+        app = App(django=alias)
+        app.handler("t", consumer=f"d{number}")(lambda _message, tx: insert(tx, number))
+        with pytest.raises(ConfigurationError, match="AUTOCOMMIT"):
+            app.process(message())
+        # a transaction of the caller's own is fine
+        assert Inbox(consumer=f"e{number}").accept(connections[alias], "1")
+        connections[alias].commit()
+    with configured(url) as alias:
+        app = App(django=alias)
+        app.handler("t", consumer=f"d{number}")(lambda _message, tx: insert(tx, number + 1))
+        transaction.set_autocommit(False, using=alias)
+        insert(connections[alias], number + 2)
+        with pytest.raises(ConfigurationError, match="set_autocommit"):
+            app.process(message())
+        # what the caller has written is still there to be committed
+        transaction.commit(using=alias)
+        transaction.set_autocommit(True, using=alias)
+        assert app.process(message()) is Outcome.PROCESSED
+    assert ids(url, number) == [1, 2]
+    assert statuses(url, f"e{number}") == ["processed"]

@@ -24,6 +24,7 @@ from txbox.connections.base import (
     begins_marked,
     check_closed,
     check_committed,
+    check_session,
     connection_lost,
     dbapi_error,
     handler_left,
@@ -94,11 +95,13 @@ class _Connections(ConnectionSource):
     async def acquire(self) -> DjangoConnection:
         wrapper = _wrapper(self._database.alias)
         if not wrapper.in_atomic_block:
+            _check_autocommit(wrapper)
             # as at the start of a request: an error or CONN_MAX_AGE may have ended this connection
             wrapper.close_if_unusable_or_obsolete()
         try:
             # done here, so that a failure is known to be the connection's
             wrapper.ensure_connection()
+            check_session(wrapper.connection, dates=True)
         except Error as error:
             cause = error.__cause__ or error
             self._database.hosts = [wrapper.settings_dict["HOST"]]
@@ -390,6 +393,7 @@ def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
     wrapper = _wrapper(str(tx.alias))
     if not wrapper.in_atomic_block and wrapper.get_autocommit():
         raise not_in_transaction(wrapper)
+    check_session(wrapper.connection)
     return Borrowed(wrapper, _dialect_of(wrapper, schema), is_async=False)
 
 
@@ -400,6 +404,15 @@ def _wrapper(alias: str) -> Any:
         raise ConfigurationError(
             f"There is no database {alias!r} in settings.DATABASES: pass an existing alias, App(django='default')."
         ) from error
+
+
+def _check_autocommit(wrapper: Any) -> None:
+    connected = wrapper.connection is not None
+    if not (wrapper.autocommit if connected else wrapper.settings_dict["AUTOCOMMIT"]):
+        raise ConfigurationError(
+            f"Django's autocommit is off on the database {wrapper.alias!r}, and its transactions are not txbox's to "
+            "commit: remove AUTOCOMMIT from its settings, or end set_autocommit(False) first."
+        )
 
 
 def _dialect_of(wrapper: Any, schema: str | None) -> Dialect:
