@@ -32,6 +32,7 @@ from txbox.connections.base import (
     begins_marked,
     check_closed,
     check_committed,
+    check_session,
     dbapi_error,
     forgets_parent,
     handler_left,
@@ -62,6 +63,7 @@ _STYLES: dict[str, Style] = {
     "numeric_dollar": "numeric",
 }
 _INFO = "txbox"
+_CHECKED = "txbox_checked"
 _READ_COMMITTED = Statement("isolation", "SET TRANSACTION ISOLATION LEVEL READ COMMITTED", {})
 
 
@@ -124,6 +126,7 @@ class _Connections(ConnectionSource):
         self._database = database
         self._engine = engine
         self._maker = maker
+        self._probed = maker is None
 
     async def acquire(self) -> SQLAlchemyConnection:
         database = self._database
@@ -138,6 +141,9 @@ class _Connections(ConnectionSource):
                     raw, database.dialect, self._maker, database.closing
                 )
                 await connection.prepare(database.handler_settings)
+                if not self._probed:
+                    await connection.check_maker()
+                    self._probed = True
             except errors as error:
                 if connection is not None:
                     self.distrust(connection)
@@ -148,6 +154,11 @@ class _Connections(ConnectionSource):
                 cause = getattr(error, "orig", None) or error
                 code = dbapi_error(cause, database.dialect).code
                 raise await database.unreachable(cause, code, is_async=self.is_async) from error
+            except BaseException:
+                # refused, or cancelled
+                if connection is not None:
+                    connection.discard()
+                raise
             return connection
         raise AssertionError("the last try returns or raises")
 
@@ -241,6 +252,7 @@ class SQLAlchemyConnection(Connection):
             self._session = self._maker(
                 bind=self.bind, join_transaction_mode="create_savepoint", twophase=False
             )
+            _sync(self._session).info[_INFO] = self._raw
             self._info = dict(self._session.info)
         self._shared = _sync(self._session).get_transaction()
         return self._session
@@ -310,12 +322,33 @@ class SQLAlchemyConnection(Connection):
         """Request READ COMMITTED, even from an engine in autocommit; the pool resets it afterwards."""
         self._wire = wire(self._raw, self._dialect, style_of(self._raw.dialect))
         name = self._dialect.name
+        _check_once(self._raw, dates=not isinstance(self._wire, Libpq))
         # with libpq, BEGIN names the level itself
         always = name == "postgresql" and not isinstance(self._wire, Libpq)
         if always or (name != "sqlite" and autocommits(self._raw)):
             self._raw.execution_options(isolation_level="READ COMMITTED")
         self._listen(settings)
         self._options = self._raw.get_execution_options()
+
+    @_bridged
+    def check_maker(self) -> None:
+        """Check that the sessions of the maker use the connection they are given.
+
+        Raises:
+            ConfigurationError: they choose another one.
+        """
+        session: orm.Session = _sync(self._maker(bind=self.bind))
+        try:
+            if any(bind is not self._raw for bind in _binds(session)):
+                raise _elsewhere(session)
+        finally:
+            session.close()
+        kind: type[orm.Session] = type(session)
+        if kind.get_bind is not orm.Session.get_bind and not event.contains(
+            kind, "after_begin", _check_begun
+        ):
+            # it may yet choose another one for some mapper
+            event.listen(kind, "after_begin", _check_begun)
 
     @_bridged
     def execute(self, statement: Statement) -> Result:
@@ -512,6 +545,41 @@ def _sync(session: Any) -> Any:
     return getattr(session, "sync_session", session)
 
 
+def _binds(session: orm.Session) -> list[Any]:
+    """What a session may take its connections from, as far as it can be asked."""
+    binds: list[Any] = [session.get_bind()]
+    # a private name until SQLAlchemy 2.1
+    private: Any = session
+    binds += (getattr(session, "binds", None) or getattr(session, "_Session__binds", {})).values()
+    if type(session).get_bind is not orm.Session.get_bind:
+        table = sa.Table("txbox_inbox", sa.MetaData())
+        binds += [
+            session.get_bind(clause=clause)
+            for clause in (sa.insert(table), sa.update(table), sa.delete(table))
+        ]
+        # SQLAlchemy's recipe for replicas asks for this attribute
+        flushing, private._flushing = private._flushing, True  # noqa: SLF001
+        try:
+            binds.append(session.get_bind())
+        finally:
+            private._flushing = flushing  # noqa: SLF001
+    return binds
+
+
+def _check_begun(session: orm.Session, _transaction: Any, connection: sa.Connection) -> None:
+    # a session that the user makes has no such entry
+    if session.info.get(_INFO, connection) is not connection:
+        raise _elsewhere(session)
+
+
+def _elsewhere(session: orm.Session) -> ConfigurationError:
+    return ConfigurationError(
+        f"The {type(session).__qualname__} of App(sessionmaker) takes another connection than the one of its "
+        "transaction, where a commit would be kept although the message fails: use a sessionmaker without get_bind() "
+        "and binds=, and a session of your own for other databases."
+    )
+
+
 def _undone() -> StoreError:
     return StoreError(
         "A handler ended its session's transaction with rollback() or close(), and undid what other messages of its "
@@ -548,9 +616,17 @@ class Borrowed(Executor):
             raise of_valid_sql(found or unusable(error)) from error
 
 
+def _check_once(raw: sa.Connection, *, dates: bool) -> None:
+    """`check_session`, for as long as the pool keeps the connection."""
+    if _CHECKED not in raw.info:
+        check_session(raw.connection.driver_connection, dates=dates)
+        raw.info[_CHECKED] = True
+
+
 def _wire_of(raw: sa.Connection) -> Watched:
     if autocommits(raw):
         raise not_in_transaction(raw)
+    _check_once(raw, dates=False)
     return Watched(raw, style_of(raw.dialect))
 
 
@@ -591,13 +667,20 @@ def _no_transaction_object(tx: Any) -> ConfigurationError:
 
 
 def _bind_of(session: Any) -> Any:
+    registry: Any = getattr(session, "registry", None)
+    if registry is not None:
+        # a scoped session
+        session = registry()
     try:
-        return session.get_bind()
-    except exc.UnboundExecutionError as error:
+        binds = _binds(_sync(session))
+    except exc.UnboundExecutionError:
+        binds = []
+    if len({bind.engine for bind in binds}) != 1:
         raise ConfigurationError(
             "This session has no single engine: pass the Connection you write through, "
             "session.connection(bind_arguments=…)."
-        ) from error
+        )
+    return binds[0]
 
 
 # -- the driver, and how statements reach it --------------------------------------------------
