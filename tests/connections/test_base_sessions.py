@@ -86,7 +86,7 @@ ALL = [Outcome.PROCESSED, Outcome.DUPLICATE, Outcome.FAILED, Outcome.PROCESSED]
 STRANGE = (
     "client_encoding = 'LATIN1'", "DateStyle = 'German'", "IntervalStyle = 'iso_8601'", "TimeZone = 'America/St_Johns'",
     "bytea_output = 'escape'",
-    "standard_conforming_strings = off", "backslash_quote = off", "transform_null_equals = on",
+    "backslash_quote = off", "transform_null_equals = on",
     "default_transaction_isolation = 'serializable'", "default_transaction_deferrable = on",
 )  # fmt: skip
 

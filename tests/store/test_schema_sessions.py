@@ -44,7 +44,8 @@ def app_of(target: Any, **options: Any) -> App:
 
 @pytest.mark.parametrize(
     ("setting", "remedy"),
-    [("array_nulls = off", "RESET array_nulls"), ("extra_float_digits = -3", "RESET extra_float_digits")],
+    [("array_nulls = off", "RESET array_nulls"), ("extra_float_digits = -3", "RESET extra_float_digits"),
+     ("standard_conforming_strings = off", "RESET standard")],
 )  # fmt: skip
 def test_a_setting_that_changes_values_is_refused_by_name(
     postgresql_url: str, raw: RawOf, setting: str, remedy: str

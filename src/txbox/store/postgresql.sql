@@ -732,7 +732,7 @@ SELECT pg_advisory_xact_lock(8389754677)
 -- name: session
 -- What `schema.unfit` judges: settings by their names, and the tables whose row security applies to this role.
 SELECT name::text, setting FROM pg_settings
- WHERE name IN ('client_encoding', 'server_encoding', 'array_nulls', 'extra_float_digits')
+ WHERE name IN ('client_encoding', 'server_encoding', 'array_nulls', 'extra_float_digits', 'standard_conforming_strings')
  UNION ALL
 SELECT 'row_security', string_agg(own.relname::text, ', ' ORDER BY own.relname)
   FROM pg_class AS home

@@ -243,6 +243,10 @@ _FITS: Final[Mapping[str, tuple[Callable[[str], bool], str]]] = {
         lambda on: on == "on",
         "`ALTER ROLE … RESET array_nulls`, or a missing type or key becomes the text NULL",
     ),
+    "standard_conforming_strings": (
+        lambda on: on == "on",
+        "`ALTER ROLE … RESET standard_conforming_strings`, or patterns mean something else",
+    ),
     "extra_float_digits": (
         lambda digits: int(digits) >= 0,
         "`ALTER ROLE … RESET extra_float_digits`, or times and ages are rounded",
