@@ -31,6 +31,7 @@ class Kept:
     def __init__(self) -> None:
         self.lease_s = 60.0
         self.acquired = 0
+        self.saves = 0
         self.state: str | None = None
         self.held_by_another = False
         self.lost = False
@@ -49,6 +50,7 @@ class Kept:
         if self.lost:
             return False
         self.state = state
+        self.saves += 1
         return True
 
     def release(self) -> None:
@@ -406,7 +408,10 @@ def test_another_process_takes_over_where_the_first_came_to(tmp_path: Path) -> N
     source.close()
 
 
-def test_a_reader_that_lost_its_lease_starts_from_what_is_saved(tmp_path: Path) -> None:
+def test_a_reader_that_lost_its_lease_starts_from_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("txbox.brokers.file._SAVE_S", 0.0)
     path = tmp_path / "events.jsonl"
     write_events(path, range(4))
     kept, source = Kept(), File(path)
@@ -457,6 +462,111 @@ def test_lines_wait_while_progress_cannot_be_saved(
         source.receive(10, 0.0)
     kept.away = False
     assert ids(list(source.receive(10, 0.0))) == ["1", "2"]
+    source.close()
+
+
+def redelivered(deliveries: list[Delivery]) -> list[str | None]:
+    return ids([delivery for delivery in deliveries if delivery.redelivered])
+
+
+def test_lines_that_may_have_killed_the_process_are_marked(tmp_path: Path) -> None:
+    """Those from the saved position to the last line handed out, and no other; so they are until they are settled."""
+    path = tmp_path / "events.jsonl"
+    write_events(path, range(9))
+    kept = Kept()
+    dies = File(path, follow=True)
+    dies.open(["*"], kept)
+    deliveries = list(dies.receive(4, 0.0))
+    assert redelivered(deliveries) == []
+    dies.settle(deliveries[:1])
+
+    for count in (1, 2):
+        source = File(path, follow=True)
+        source.open(["*"], kept)
+        deliveries = list(source.receive(count, 0.0))
+        assert redelivered(deliveries) == ["0", "1"][:count]
+    source = File(path, follow=True)
+    source.open(["*"], kept)
+    deliveries = list(source.receive(9, 0.0))
+    assert redelivered(deliveries) == ["0", "1", "2", "3"]
+    source.settle(deliveries)
+    source.close()
+    with path.open("a") as file:
+        file.write(event_line(9))
+    assert redelivered(read(File(path), kept)) == []
+
+
+def test_nothing_is_handed_out_before_it_could_be_marked(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write_events(path, range(3))
+    kept, source = Kept(), File(path)
+    source.open(["*"], kept)
+    kept.away = True
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable):
+            source.receive(10, 0.0)
+    kept.away = False
+    assert ids(list(source.receive(10, 0.0))) == ["0", "1", "2"]
+    again = File(path)
+    again.open(["*"], kept)
+    assert redelivered(list(again.receive(10, 0.0))) == ["0", "1", "2"]
+
+
+def test_a_busy_reader_does_not_save_for_each_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("txbox.brokers.file._SAVE_S", 3600.0)
+    path = tmp_path / "events.jsonl"
+    write_events(path, range(1000))
+    kept, source = Kept(), File(path)
+    source.open(["*"], kept)
+    while deliveries := source.receive(1, 0.0):
+        source.settle(deliveries)
+    assert kept.saves < 20
+    source.close()
+
+
+def test_what_is_no_regular_file_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "c.jsonl").symlink_to("/dev/null")
+    write_events(tmp_path / "other", ["1"])
+    (tmp_path / "d.jsonl").symlink_to(tmp_path / "other")
+    (tmp_path / "e.jsonl").symlink_to(tmp_path / "nowhere")
+    write_events(tmp_path / "f.jsonl", ["2"])
+    source = File(tmp_path, follow=True)
+    source.open(["*"], Kept())
+    deliveries = list(source.receive(10, 0.0))
+    assert ids(deliveries) == ["1", "2"]
+    source.settle(deliveries)
+    assert source.receive(10, 0.0) == []
+    source.close()
+    for name in ("a", "b", "c"):
+        assert caplog.text.count(f"does not read {name}.jsonl: it is not a regular file") == 1
+    for name in ("a", "b", "c"):
+        with pytest.raises(ConfigurationError, match="neither a regular file nor a directory"):
+            File(tmp_path / f"{name}.jsonl").open(["*"], Kept())
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+def test_a_file_replaced_by_something_else_is_waited_for(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "events.jsonl"
+    write_events(path, ["1"])
+    source = File(path, follow=True)
+    source.open(["*"], Kept())
+    source.settle(source.receive(10, 0.0))
+    path.unlink()
+    if kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    for _ in range(4):
+        assert source.receive(10, 0.0) == []
+    path.unlink()
+    write_events(path, ["2"])
+    assert ids(list(source.receive(10, 5.0))) == ["2"]
     source.close()
 
 

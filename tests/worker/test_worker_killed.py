@@ -32,16 +32,20 @@ KILLS = {
 def test_a_worker_killed_at_every_point_loses_and_doubles_nothing(
     shop: Shop, tmp_path: Path, mode: str
 ) -> None:
-    ids = [f"m{number}" for number in range(60)]
-    lines = [event_line(message_id) for message_id in ids] * 2
-    random.Random(7).shuffle(lines)
+    ids: list[str] = []
     orders = tmp_path / "orders.jsonl"
-    orders.write_text("".join(lines))
     # a row on its way when the process dies is rescued at once, and is never taken for poison
     plan: dict[str, Any] = {"url": shop.url, "file": str(orders), "once": True, "mode": mode,
             "lease_s": 0.5, "max_starts": 100, "maintenance": True}  # fmt: skip
     killed = 0
     for crash in KILLS[mode]:
+        # what the last one may have died of is leased; what is new is not
+        new = [f"m{number}" for number in range(len(ids), len(ids) + 20)]
+        lines = [event_line(message_id) for message_id in (*new, *ids, *new)]
+        random.Random(7).shuffle(lines)
+        with orders.open("a") as file:
+            file.writelines(lines)
+        ids += new
         with Process(crash=crash, **plan) as process:
             status = process.ended()
         assert status in (0, -signal.SIGKILL), process.errors
@@ -50,6 +54,26 @@ def test_a_worker_killed_at_every_point_loses_and_doubles_nothing(
     with Process(**plan) as process:
         assert process.ended() == 0, process.errors
     check_each_once(shop, {f"/test {message_id}" for message_id in ids})
+
+
+@pytest.mark.parametrize("mode", ["inline", "stored"])
+def test_a_line_that_kills_its_process_is_dead_and_those_behind_it_are_done(
+    shop: Shop, tmp_path: Path, mode: str
+) -> None:
+    lines = [event_line(number) for number in range(40)]
+    lines[5] = event_line("poison", type="die")
+    orders = tmp_path / "orders.jsonl"
+    orders.write_text("".join(lines))
+    plan: dict[str, Any] = {"url": shop.url, "file": str(orders), "once": True, "mode": mode,
+            "lease_s": 0.3, "maintenance": True}  # fmt: skip
+    # the first run inline is not counted, the next `max_starts` are
+    for _ in range(3 + (mode == "inline")):
+        with Process(**plan) as process:
+            assert process.ended() == -signal.SIGKILL, process.errors
+    with Process(**plan) as process:
+        assert process.ended() == 0, process.errors
+    assert statuses(shop.raw) == {"processed": 39, "dead": 1}
+    assert shop.effects() == 39
 
 
 def test_real_events_through_the_worker(shop: Shop, tmp_path: Path) -> None:

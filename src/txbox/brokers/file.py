@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import select
+import stat
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -27,13 +28,15 @@ _WAIT_FOR_LEASE_S = 0.5
 RAW_KEPT_BYTES = 64 * 1024
 _CHUNK_BYTES = 256 * 1024
 _HEAD_BYTES = 256
+# what is saved before lines are handed out covers at most so much more, so that it is not saved each time
+_AHEAD_BYTES = 64 * 1024
 
 
 class File(Source):
     """Reads CloudEvents JSON Lines: one structured event per line.
 
     Args:
-        path: a file; a directory, whose files are read in the order of their names; or "-" for
+        path: a regular file; a directory, whose regular files are read in the order of their names; or "-" for
             standard input.
         topic: the topic of its messages; by default the file's name without its last suffix. Files of a directory
             are then read if their topic is asked for.
@@ -48,10 +51,10 @@ class File(Source):
 
     Guarantee: progress moves past a line only after it and all lines before it are settled. After a
     crash, what was settled in the last half second is read again and is a duplicate; so is what a database lost in a
-    failover or restore. One process reads
+    failover or restore. Lines that the process may have died of are marked as redelivered. One process reads
     at a time; another takes over seconds after it is gone. A file that was truncated or replaced is
     read from its beginning; what a crash leaves unread of the old one is read only from a directory
-    that keeps it. Standard input keeps no progress.
+    that keeps it. Standard input keeps no progress, so a line that kills its process is not counted.
     """
 
     def __init__(
@@ -77,8 +80,10 @@ class File(Source):
         self._kept_under = name or ("-" if self._stdin else str(self.path))
         self._progress: Progress | None = None
         self._asked: frozenset[str] = frozenset()
-        # files of a directory that are not read
+        # paths that are not read
         self._others: set[Path] = set()
+        # read, but not handed out yet
+        self._ready: list[Delivery] = []
         self._cursors: dict[str, Cursor] = {}
         self._saved: dict[str, list[object]] = {}
         self._holding = False
@@ -123,6 +128,11 @@ class File(Source):
             raise ConfigurationError(
                 f"The file {self.path} does not exist: check the path of File(…)."
             )
+        if not (self.path.is_file() or self.path.is_dir()):
+            raise ConfigurationError(
+                f"{self.path} is neither a regular file nor a directory: pipe what it brings into standard input, and "
+                'read File("-", topic=…).'
+            )
         if not os.access(self.path, os.R_OK):
             raise ConfigurationError(f"The file {self.path} cannot be read: check its permissions.")
         self._progress = progress
@@ -130,13 +140,15 @@ class File(Source):
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         deadline = time.monotonic() + wait_s
         while True:
-            found: list[Delivery] = []
-            # saving may fail, and what has been read by then would never be handed out
             if self._leased() and self._save():
-                found = self._read(messages_max)
+                self._read(messages_max)
+                # before a line can kill this process; what is read stays ready if that fails
+                if self._ready and self._save(now=any(map(_is_unsaved, self._cursors.values()))):
+                    ready, self._ready = self._ready, []
+                    return ready
             left_s = deadline - time.monotonic()
-            if found or self.exhausted or left_s <= 0:
-                return found
+            if self.exhausted or left_s <= 0:
+                return []
             if self._stdin:
                 select.select([0], [], [], left_s)
             else:
@@ -185,12 +197,13 @@ class File(Source):
             cursor.close()
         self._cursors = {}
         self._saved = {}
+        self._ready = []
         self._holding = self._ended = self._dirty = False
 
     def _save(self, *, now: bool = False) -> bool:
         """Save the progress if that is due; returns False if the lease turns out to be lost."""
         progress = self._progress
-        if progress is None or not self._dirty or (not now and time.monotonic() < self._save_at):
+        if progress is None or not (now or (self._dirty and time.monotonic() >= self._save_at)):
             return True
         for name, cursor in self._cursors.items():
             self._saved[name] = cursor.state()
@@ -198,31 +211,35 @@ class File(Source):
             self._drop()
             self._lease_at = 0.0
             return False
+        for cursor in self._cursors.values():
+            cursor.saved_reach = cursor.reach
         self._dirty = False
         self._save_at = time.monotonic() + _SAVE_S
         return True
 
     # -- reading ------------------------------------------------------------------------------
 
-    def _read(self, messages_max: int) -> list[Delivery]:
-        found: list[Delivery] = []
-        size = 0
+    def _read(self, messages_max: int) -> None:
+        """Fill what is ready."""
+        # saved just now: the next lines would have to wait for another save
+        ahead = time.monotonic() < self._save_at
+        size = sum(delivery.size_bytes for delivery in self._ready)
         for cursor in self._current():
-            while len(found) < messages_max and size < _RECEIVED_BYTES:
+            while len(self._ready) < messages_max and size < _RECEIVED_BYTES:
                 line = cursor.next_line(final=not self._follow or self._stdin)
                 if line is None:
                     break
                 size += len(line[1])
-                found.append(self._delivery(cursor, *line))
+                cursor.extend_reach(line[0], ahead=ahead)
+                self._ready.append(self._delivery(cursor, *line))
             else:
-                return found
+                return
             self._at_end(cursor)
         if self._stdin:
             self._ended = self._cursors["-"].ended
         else:
             # a partly filled batch only means that some file has ended
-            self._ended = not found and not self._follow
-        return found
+            self._ended = not self._ready and not self._follow
 
     def _current(self) -> list[Cursor]:
         """Return the open streams: files in reading order, new ones too, then what is left of files that are gone."""
@@ -247,25 +264,31 @@ class File(Source):
         """Whether a path of the directory is a file to read. One without a handler waits for a release that has it."""
         if path.is_dir():
             return False
-        if self._topic or path.stem in self._asked or "*" in self._asked:
-            return True
+        if not (self._topic or path.stem in self._asked or "*" in self._asked):
+            self._pass_over(path, f"it was not asked for topic {path.stem!r}")
+            return False
+        return True
+
+    def _pass_over(self, path: Path, why: str) -> None:
         if path not in self._others:
             self._others.add(path)
-            _log.warning(
-                "%s does not read %s: it was not asked for topic %r.",
-                self.name,
-                path.name,
-                path.stem,
-            )
-        return False
+            _log.warning("%s does not read %s: %s.", self.name, path.name, why)
 
     def _opened(self, path: Path) -> Cursor | None:
+        if path.exists() and not path.is_file():
+            # opening a FIFO waits for a writer, and opening a device may do anything
+            self._pass_over(path, "it is not a regular file")
+            return None
         try:
-            fd = os.open(path, os.O_RDONLY)
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             # moved away just now; if it comes back, it is a new file
             return None
         found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            # replaced between the two
+            os.close(fd)
+            return None
         cursor = Cursor(path, self._topic or path.stem, self._line_bytes, fd, inode=found.st_ino)
         if saved := self._saved.get(path.name):
             cursor.resume(saved, found.st_size)
@@ -313,15 +336,17 @@ class File(Source):
 
     def _delivery(self, cursor: Cursor, line: Line, content: bytes) -> Delivery:
         tag = (cursor, line)
+        redelivered = line.start < cursor.suspect
         where = "-" if cursor.path is None else cursor.path.name
         if line.too_long:
             return Delivery(
                 None, cursor.topic, tag, raw=content[:RAW_KEPT_BYTES],
                 problem=f"The line at byte {line.start} of {where} is longer than {self._line_bytes} bytes "
                 "(line_bytes of File): only its beginning is kept.",
+                redelivered=redelivered,
             )  # fmt: skip
         delivery = FILE.delivery(
-            cursor.topic, content, (), tag=tag, content_type=EVENT,
+            cursor.topic, content, (), tag=tag, content_type=EVENT, redelivered=redelivered,
             origin={"file": where, "offset": line.start},
         )  # fmt: skip
         if delivery.problem is not None:
@@ -350,6 +375,10 @@ class Cursor:
     inode: int = 0
     start: int = 0  # the offset of buffer[0]
     front: int = 0  # all lines before this offset are settled
+    reach: int = 0  # no line from this offset on has been handed out
+    ahead: int = 0  # how far the reach is ahead of the lines that were
+    saved_reach: int = 0
+    suspect: int = 0  # lines before this offset may have been handed out to a process that died
     buffer: bytearray = field(default_factory=bytearray)
     scanned: int = 0  # so many bytes of buffer contain no newline
     cut: tuple[int, bytes] | None = None  # an overlong line: its offset and beginning
@@ -424,17 +453,34 @@ class Cursor:
         while self.waiting and self.waiting[0].settled:
             self.front = self.waiting.popleft().end
 
+    def extend_reach(self, line: Line, *, ahead: bool) -> None:
+        """Cover a line that is to be handed out; with `ahead`, as many bytes again as it had to be extended by."""
+        if line.start >= self.reach:
+            longer = max(2 * self.ahead, line.end - line.start)
+            self.ahead = min(longer, _AHEAD_BYTES) if ahead else 0
+            self.reach = line.end + self.ahead
+
     def state(self) -> list[object]:
-        """Return what identifies the file's settled part: its inode, length and beginning."""
-        return [self.inode, self.front, _digest(self.beginning[: self.front])]
+        """Return what identifies the file's settled part (its inode, length and beginning), and the reach."""
+        if not self.waiting:
+            self.reach = max(self.front, self.suspect)
+            self.saved_reach = min(self.saved_reach, self.reach)
+        return [self.inode, self.front, _digest(self.beginning[: self.front]), self.reach]
 
     def resume(self, state: list[object], size: int) -> None:
         """Continue after the settled part, if `state` belongs to this file, whose size is `size` bytes."""
-        inode, front, head = state
-        if isinstance(front, int) and inode == self.inode and front <= size:
+        inode, front, head, reach = state
+        if (
+            isinstance(front, int)
+            and isinstance(reach, int)
+            and inode == self.inode
+            and front <= size
+        ):
             beginning = _beginning(self.fd, front)
             if head == _digest(beginning):
                 self.start = self.front = front
+                # what was written since has not been handed out
+                self.suspect = self.reach = self.saved_reach = min(reach, size)
                 self.beginning = beginning
                 os.lseek(self.fd, front, os.SEEK_SET)
 
@@ -442,6 +488,10 @@ class Cursor:
         if self.fd >= 0 and self.path is not None:
             os.close(self.fd)
             self.fd = -1
+
+
+def _is_unsaved(cursor: Cursor) -> bool:
+    return cursor.reach > cursor.saved_reach
 
 
 def _beginning(fd: int, end: int) -> bytes:
