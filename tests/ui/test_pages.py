@@ -18,11 +18,12 @@ from tests.support.dashboard import HOSTILE, order, shop
 from tests.support.databases import Raw
 from tests.support.waiting import eventually
 from tests.ui.conftest import Answer, Browser, Serve
-from txbox import App, Message
+from txbox import App, Message, RetryPolicy
 from txbox.admin import Admin
 from txbox.admin.activity import Activities, Activity, Point
 from txbox.session import drive
 from txbox.store.activity import Counts, Kind
+from txbox.ui import Grant
 
 PAGES = (
     "/", "/?last=24h", "/messages", "/failures", "/outbox", "/quarantine", "/workers", "/database",
@@ -417,6 +418,52 @@ def test_a_processed_message_is_replayed(filled_sqlite: App, serve: Serve) -> No
     assert "Replay 1 message?" in confirm.text
     assert "1 message replayed." in carried_out(browser, confirm, reason="the invoice was lost")
     assert "the invoice was lost" in browser.get("/audit").text
+
+
+@pytest.mark.parametrize("grants", [(), ("change",)])
+def test_no_page_has_a_text_of_an_error_for_users_without_the_grant(
+    database_url: str, serve: Serve, grants: tuple[Grant, ...]
+) -> None:
+    """Nor that of the message ahead, of what a canary met, or of an outgoing message."""
+    secret = "4111-1111"
+    with App(database_url) as app:
+
+        @app.handler(
+            "orders", consumer="billing", ordered=True, dead_blocks=True, keep_payload="always",
+            retry=RetryPolicy(max_attempts=1),
+        )  # fmt: skip
+        def bill(message: Message[Any], tx: Any) -> None:
+            raise ValueError(f"card {secret} was declined")
+
+        for number in (1, 2):
+            app.process(Message(id=f"o-{number}", topic="orders", key="k", payload=secret.encode()))
+        app.process(Message(id="o-1", topic="orders", key="k", payload=b"x" + secret.encode()))
+        for browser, sees in (
+            (serve(app), True),
+            (serve(app, grants=grants), False),
+        ):
+            named = "message_id=o-1&consumer=billing"
+            asked = browser.get("/quarantine").text
+            aside = re.search(r'href="(/quarantined[^"]+)"', asked)
+            assert aside
+            pages = [
+                *PAGES, f"/message?{named}", "/message?message_id=o-2&consumer=billing", unescape(aside[1]),
+            ]  # fmt: skip
+            texts = {page: browser.get(page).text for page in pages}
+            if "change" in grants or sees:
+                confirm = browser.post(
+                    "/confirm", on="/messages", table="inbox", action="replay selected",
+                    pick=json.dumps(["billing", "o-1"]),
+                )  # fmt: skip
+                texts["confirm"] = confirm.text
+            shows = {page for page, text in texts.items() if secret in text}
+            if sees:
+                assert {"/messages", "/failures", pages[-3], pages[-2]} <= shows
+            else:
+                assert not shows
+                assert "That one failed with ValueError" in texts[pages[-2]]
+            # what operations note is read by everybody
+            assert secret not in browser.get("/operations").text
 
 
 def test_without_the_grant_no_text_of_an_error_is_shown(filled: App, serve: Serve) -> None:

@@ -131,7 +131,9 @@ def _command(verb: str, *words: str, **options: str) -> str:
 
 
 def _first_line(text: str | None) -> str:
-    return (text or "").partition("\n")[0][:200]
+    """The first line of an error text, behind a colon; "" without a text, as for people who may not see it."""
+    line = (text or "").partition("\n")[0][:200]
+    return line and f": {line}"
 
 
 def _transaction(holder: Holder) -> str:
@@ -161,7 +163,7 @@ def _last_error(
     if message.error_type:
         fingerprint = getattr(message, "fingerprint", None)
         alike = f" (fingerprint {fingerprint!r})" if fingerprint else ""
-        said = f"{begins} {message.error_type}{alike}: {_first_line(message.error)}"
+        said = f"{begins} {message.error_type}{alike}{_first_line(message.error)}"
         yield _say("last error", said, show)
 
 
@@ -373,7 +375,7 @@ class _Saying:
             first = "; dead messages hold their key up (dead_blocks=True) until somebody retries or discards them"
             kind, helps = "blocked key", retry
         if ahead is not None and ahead.error_type:
-            first += f". That one failed with {ahead.error_type}: {_first_line(ahead.error)}"
+            first += f". That one failed with {ahead.error_type}{_first_line(ahead.error)}"
         return _say(
             kind,
             f"It waits for {what.message_id}, an earlier message of its key {message.key!r}, which is {what.status}"

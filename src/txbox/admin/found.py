@@ -304,7 +304,7 @@ def _aside(reader: Reader, message_id: str, consumer: str | None) -> list[Quaran
     asked = ["", *_consumers(reader, "explain_aside")] if consumer is None else [consumer]
     params = {"message_id": message_id, "limit": _ASIDE_MAX}
     return [
-        tables.message_of(reader.store.columns, QUARANTINE, row, (), reveal=False)
+        tables.message_of(reader.columns, QUARANTINE, row, (), reveal=False)
         for name in asked
         for row in reader.rows("explain_quarantine", {**params, "consumer": name})
     ]

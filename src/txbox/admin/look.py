@@ -258,7 +258,7 @@ class Look(Reader):
                 found = self._of_each(indexed, params, table)
             else:
                 found, reached = self._through(table, params, within_s)
-        columns = self.store.columns
+        columns = self.columns
         rows = [tables.row_of(columns, table, row) for row in found[:limit]]
         if table is INBOX:
             rows = self.with_waits(rows)

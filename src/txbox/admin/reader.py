@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
@@ -144,6 +145,13 @@ class Reader:
         self._checked = False
         #: Where async connections belong to a loop that runs already: the verbs are then called from other threads.
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.shows_errors = True
+
+    def without_errors(self) -> Self:
+        """Return the same view for people who may not see contents: nothing it reads has an error text."""
+        reader = copy(self)
+        reader.shows_errors = False
+        return reader
 
     @property
     def has_handlers(self) -> bool:
@@ -162,6 +170,12 @@ class Reader:
             self.on_database(self.app.protocol.check_schema)
             self._checked = True
         return self.app.store
+
+    @property
+    def columns(self) -> Columns:
+        """How rows are read for people."""
+        columns = self.store.columns
+        return columns if self.shows_errors else columns.without_errors()
 
     @property
     def dialect(self) -> Dialect:
@@ -239,7 +253,7 @@ class Reader:
         table, params = where.table, {**where.params(), "limit": _SHOWN_MAX}
         found = self.rows(f"{table.name}_show", params)
         attempts = self.rows("inbox_attempts", params) if found and table is INBOX else ()
-        columns = self.store.columns
+        columns = self.columns
         return [tables.message_of(columns, table, row, attempts, reveal=reveal) for row in found]
 
     def with_waits(self, messages: Sequence[Any]) -> list[Any]:

@@ -607,8 +607,8 @@ def _named(
         elif name == "has_payload":
             values[name] = bool(value)
         elif name == "error":
-            known = columns.error_back(value, key_id) or ""
-            values[name] = _ENCODED if known.startswith(ENCODED_ERROR) else known
+            known = columns.error_back(value, key_id)
+            values[name] = _ENCODED if known and known.startswith(ENCODED_ERROR) else known
         elif name == "reason":
             values[name] = columns.redact.error(value)
         elif name == "waits_for":

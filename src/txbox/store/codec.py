@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
@@ -140,6 +141,13 @@ class Columns:
         self.redact = redact or Redaction()
         #: Python's name of the database's encoding, if that lacks characters of Unicode; found out at start.
         self.encoding: str | None = None
+        self.shows_errors = True
+
+    def without_errors(self) -> Columns:
+        """Return columns that read every error text as None: for people who may not see contents."""
+        columns = copy(self)
+        columns.shows_errors = False
+        return columns
 
     def lacks(self, *texts: str | None) -> bool:
         """Whether the database's encoding lacks a character of these texts."""
@@ -272,7 +280,9 @@ class Columns:
 
         Redaction also applies to rows written before its rules existed.
         """
-        if text is None or (text.startswith(ENCODED_ERROR) and key_id is None):
+        if text is None or not self.shows_errors:
+            return None
+        if text.startswith(ENCODED_ERROR) and key_id is None:
             return text
         if text.startswith(ENCODED_ERROR) and self._codec is None:
             return f"(encoded with key {key_id})"

@@ -177,7 +177,7 @@ class Dashboard:
                 400,
                 "This dashboard does not answer to that host name: add it with --allow-host or hosts=.",
             )
-        self.admin.loop = asyncio.get_running_loop()
+        self._pages.on_loop(asyncio.get_running_loop())
         request.state.seen = self._pages.seen
         path = path_of(request)
         if path in self._pages.static and request.method in ("GET", "HEAD"):
@@ -206,7 +206,7 @@ class Dashboard:
                 )
         form = await self._form(request, access.actor) if method == "POST" else Fields()
         return await self._run(
-            partial(self._pages.answered, rule), Asked(request, access, request.query_params, form)
+            partial(self._pages.answered, rule), self._pages.asked(request, access, form)
         )
 
     async def _run(self, answer: Callable[[Asked], Response], asked: Asked) -> Response:

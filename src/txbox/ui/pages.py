@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
@@ -85,10 +86,15 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An authorized request."""
+    """An authorized request.
+
+    Args:
+        admin: what the pages read with; without the grant “payload” no error text reaches it.
+    """
 
     request: Request
     access: Access
+    admin: Admin
     query: Fields
     form: Fields
 
@@ -105,7 +111,7 @@ class Pages:
     """
 
     def __init__(self, admin: Admin, tokens: Tokens | None, signer: Signer) -> None:
-        self.admin = admin
+        self._admins = {True: admin, False: admin.without_errors()}
         self.changes = Operations()
         #: A digest of what was open when somebody looked last; "" before that.
         self.seen = ""
@@ -118,7 +124,17 @@ class Pages:
         self._version = hashlib.sha256(b"".join(self.static.values())).hexdigest()[:12]
         self._templates = templates()
 
+    def on_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Name the loop that async connections belong to."""
+        for admin in self._admins.values():
+            admin.loop = loop
+
     # -- rendering ----------------------------------------------------------------------------
+
+    def asked(self, request: Request, access: Access, form: Fields) -> Asked:
+        """A request with what its user may read."""
+        admin = self._admins[access.may("payload")]
+        return Asked(request, access, admin, request.query_params, form)
 
     def answered(self, rule: Rule, asked: Asked) -> Response:
         """Carry a request out; a page is a template with what its method has read."""
@@ -184,14 +200,14 @@ class Pages:
     # -- looking ------------------------------------------------------------------------------
 
     def overview(self, asked: Asked) -> Values:
-        consumers, topics = self.admin.overview()
+        consumers, topics = asked.admin.overview()
         last, step = _SPANS.get(asked.query.get("last", ""), _SPANS["1h"])
-        time, pauses = self.admin.activity(last, step=step), self.admin.pauses()
+        time, pauses = asked.admin.activity(last, step=step), asked.admin.pauses()
         return {
             "consumers": consumers, "topics": topics, "spans": _SPANS, "live": True,
             "last": asked.query.get("last", "1h"), "paused": {pause.consumer for pause in pauses},
             "plotted": [(each, plot(each, time)) for each in (*time.consumers, *time.routes)],
-            "warnings": list(views.warnings(consumers, topics, self.admin.workers(), pauses)),
+            "warnings": list(views.warnings(consumers, topics, asked.admin.workers(), pauses)),
             "counted_max": COUNTED_MAX, "unmatched": UNMATCHED,
         }  # fmt: skip
 
@@ -203,8 +219,8 @@ class Pages:
         before: int | str | None = asked.query.get("before") or None
         if isinstance(before, str) and table.place is not None:
             before = _number(before)
-        found = self.admin.page(where, limit=_ROWS, before=before, within_s=_LOOK_S)
-        rows = [_legible(row, asked.access) for row in found.rows]
+        found = asked.admin.page(where, limit=_ROWS, before=before, within_s=_LOOK_S)
+        rows = found.rows
         view = views.page(table, rows).filled()
         kept = {name: value for name, value in asked.query.items() if name != "before" and value}
         return {
@@ -222,19 +238,16 @@ class Pages:
         named: dict[str, Any] = {name: given[name] for name in table.key if name in given}
         where = place.kind(**named)
         who: dict[str, Any] = {"actor": asked.access.actor, "reason": _reason(asked)}
-        message = _found(self.admin.reveal(where, **who) if reveal else self.admin.show(where))
-        if not reveal:
-            # who may reveal may see errors, too
-            message = _legible(message, asked.access)
+        message = _found(asked.admin.reveal(where, **who) if reveal else asked.admin.show(where))
         if reveal and asked.field("as") == "file":
             return _file(message)
         named = names_of(message, table)
         aside: Any = ()
         if table is INBOX:
-            aside = self.admin.show(QuarantineFilter(**named))
+            aside = asked.admin.show(QuarantineFilter(**named))
         sentences, links = list[Sentence](), None
         if message.message_id:
-            explanation = self.admin.explain(message.message_id, consumer=named.get("consumer"))
+            explanation = asked.admin.explain(message.message_id, consumer=named.get("consumer"))
             places = [found for found in explanation.places if found.table == table.name]
             if table is QUARANTINE:
                 # of all copies under this id, this one, which has caused nothing
@@ -250,15 +263,15 @@ class Pages:
             "table": table, "place": place, "message": message, "links": links, "aside": aside,
             "back": f"{place.shown}?{urlencode(named)}",
             "sentences": [said for said in sentences if said.kind not in _SHOWN_ELSEWHERE],
-            "other": self._stored_beside(message, who, reveal=reveal) if table is QUARANTINE else None,
+            "other": self._stored_beside(asked, message, who, reveal=reveal) if table is QUARANTINE else None,
             "record": views.record(message), "revealed": reveal, "live": not reveal,
             "payload": readable(message.payload), "result": readable(getattr(message, "result", None)),
-            "verbs": self._verbs(table, message),
-            "rehearsed": table is INBOX and message.has_payload and self.admin.has_handlers,
+            "verbs": self._verbs(asked, table, message),
+            "rehearsed": table is INBOX and message.has_payload and asked.admin.has_handlers,
             "edited": _editable(message) if reveal and table is INBOX else None,
         }  # fmt: skip
 
-    def _verbs(self, table: Table, message: Any) -> list[str]:
+    def _verbs(self, asked: Asked, table: Table, message: Any) -> list[str]:
         """What may be done to a message in its status."""
         verbs: list[str] = [
             verb for verb, change in table.changes.items() if message.status in change.statuses
@@ -267,17 +280,19 @@ class Pages:
             table is INBOX
             and message.status == Status.PROCESSED
             and message.has_payload
-            and self.admin.has_handlers
+            and asked.admin.has_handlers
         ):
             verbs.append("replay")
         return verbs
 
-    def _stored_beside(self, aside: Any, who: dict[str, Any], *, reveal: bool) -> Values | None:
+    def _stored_beside(
+        self, asked: Asked, aside: Any, who: dict[str, Any], *, reveal: bool
+    ) -> Values | None:
         """The stored message under the id of a quarantined one, and when revealed, how the payloads differ."""
         if not aside.message_id or not aside.consumer:
             return None
         where = InboxFilter(consumer=aside.consumer, message_id=aside.message_id)
-        found = self.admin.reveal(where, **who) if reveal else self.admin.show(where)
+        found = asked.admin.reveal(where, **who) if reveal else asked.admin.show(where)
         if not found:
             return None
         lines = differences(found[0].payload, aside.payload) if reveal else None
@@ -287,30 +302,29 @@ class Pages:
         return self.shown(asked, _place_of(asked), reveal=True)
 
     def database(self, asked: Asked) -> Values:
-        sizes, partitions = self.admin.sizes()
+        sizes, partitions = asked.admin.sizes()
         return {
             "view": views.sizes(sizes), "partitions": partitions, "missing": views.DEFAULT_PARTITION,
-            "schema": self.admin.schema(), "diagnosis": self.admin.doctor() if asked.query.get("examine") else None,
+            "schema": asked.admin.schema(), "diagnosis": asked.admin.doctor() if asked.query.get("examine") else None,
         }  # fmt: skip
 
     def audit(self, asked: Asked) -> Values:
         before = _number(asked.query["before"]) if asked.query.get("before") else None
-        rows = self.admin.audit(limit=_ROWS, before=before)
+        rows = asked.admin.audit(limit=_ROWS, before=before)
         more = {"before": rows[-1].number} if len(rows) == _ROWS else None
         return {"rows": rows, "more": more, "first": before is None}
 
     def failures(self, asked: Asked) -> Values:
-        groups = [_legible(group, asked.access) for group in self.admin.failures()]
-        return {"groups": groups, "live": True}
+        return {"groups": asked.admin.failures(), "live": True}
 
-    def workers(self, _: Asked) -> Values:
-        workers = self.admin.workers()
-        paused = {pause.consumer: pause for pause in self.admin.pauses()}
+    def workers(self, asked: Asked) -> Values:
+        workers = asked.admin.workers()
+        paused = {pause.consumer: pause for pause in asked.admin.pauses()}
         running = {
             name for worker in workers if worker.state == "running" for name in worker.consumers
         }
         names = {name for worker in workers for name in worker.consumers}
-        names |= {*paused, *filter(None, self.admin.consumers())}
+        names |= {*paused, *filter(None, asked.admin.consumers())}
         states = [
             (name, "paused" if name in paused else "running" if name in running else "no worker", paused.get(name))
             for name in sorted(names)
@@ -340,14 +354,14 @@ class Pages:
         payload, content_type = _typed(asked), asked.field("content_type").strip()
         agreed = asked.field("agreed")
         # before it is read for the page: a change between the two is no longer the version that is agreed to
-        edited = self.admin.edit(
+        edited = asked.admin.edit(
             consumer, message_id, payload=payload, content_type=content_type or None,
             expected=agreed or None, dry_run=not agreed, actor=asked.access.actor, reason=_reason(asked),
         )  # fmt: skip
         if agreed:
             return self._to(asked, "/message", consumer=consumer, message_id=message_id)
         where = InboxFilter(consumer=consumer, message_id=message_id)
-        message = _found(self.admin.reveal(where, actor=asked.access.actor, reason="edit"))
+        message = _found(asked.admin.reveal(where, actor=asked.access.actor, reason="edit"))
         return {
             "message": message, "edited": edited, "lines": differences(message.payload, payload),
             "payload": payload.decode(), "content_type": content_type,
@@ -356,7 +370,7 @@ class Pages:
     def rehearse(self, asked: Asked) -> Values:
         """Run a message's handler, with its own payload or that of the form, and commit nothing."""
         payload = _typed(asked) if "payload" in asked.form else None
-        done = self.admin.rehearse(
+        done = asked.admin.rehearse(
             *_one(asked), payload=payload, actor=asked.access.actor, reason=_reason(asked)
         )
         return {
@@ -367,7 +381,7 @@ class Pages:
     def pause(self, asked: Asked) -> Response:
         """Pause or resume a consumer."""
         change = _known(
-            {"pause": self.admin.pause, "resume": self.admin.resume}.get(asked.field("action"))
+            {"pause": asked.admin.pause, "resume": asked.admin.resume}.get(asked.field("action"))
         )
         change(_known(asked.field("consumer")), actor=asked.access.actor, reason=_reason(asked))
         return self._to(asked, "/workers")
@@ -377,7 +391,7 @@ class Pages:
     def confirm(self, asked: Asked) -> Values:
         """Say how many messages would change, and ask."""
         wanted = self._wanted(asked)
-        changes = [wanted.change(self.admin, where, dry_run=True) for where in wanted.filters]
+        changes = [wanted.change(asked.admin, where, dry_run=True) for where in wanted.filters]
         count, spared = (
             sum(getattr(change, name) for change in changes) for name in ("count", "spared")
         )
@@ -385,7 +399,7 @@ class Pages:
         sample = [key for change in changes for key in change.sample][:10]
         refused = [refusal for change in changes for refusal in change.refused]
         left = (
-            self.admin.why_not(wanted.verb, wanted.filters[0])
+            asked.admin.why_not(wanted.verb, wanted.filters[0])
             if not count and not refused and len(wanted.filters) == 1 and wanted.picked
             else None
         )
@@ -393,7 +407,7 @@ class Pages:
             "table": table, "verb": wanted.verb, "count": count, "left": left, "sample": views.keys(table, sample),
             "spared": views.spared(spared) if spared else None, "refused": views.keys(table, refused),
             "reasons": [item["reason"] for item in refused], "criteria": wanted.criteria, "picked": wanted.picked,
-            "unserved": self.admin.unserved(wanted.route) if wanted.verb == "reroute" else None,
+            "unserved": asked.admin.unserved(wanted.route) if wanted.verb == "reroute" else None,
             "options": wanted.options, "canary": wanted.canary, "question": wanted.question(count),
             "back": _back(asked, wanted), "done": views.DONE[wanted.verb],
         }  # fmt: skip
@@ -403,7 +417,7 @@ class Pages:
         wanted = self._wanted(asked)
         agreed = _number(asked.field("count"))
         operation = self.changes.start(
-            partial(wanted.carried_out, admin=self.admin), title=wanted.question(agreed).removesuffix("?"),
+            partial(wanted.carried_out, admin=self._admins[False]), title=wanted.question(agreed).removesuffix("?"),
             actor=asked.access.actor, reason=_reason(asked), expected=agreed, back=_back(asked, wanted),
         )  # fmt: skip
         if operation is None:
@@ -606,15 +620,6 @@ def _number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise Refused(400, "Not a number.")
     return int(text)
-
-
-def _legible(row: Any, access: Access) -> Any:
-    """A row without error texts, for users without the grant “payload”."""
-    if access.may("payload") or not hasattr(row, "error"):
-        return row
-    if hasattr(row, "history"):
-        row = replace(row, history=tuple(replace(past, error=None) for past in row.history))
-    return replace(row, error=None)
 
 
 def _file(message: Any) -> Response:
