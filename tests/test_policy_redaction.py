@@ -124,6 +124,49 @@ def test_the_log_and_its_traceback_have_no_secret(
     assert CARD not in told
 
 
+def test_a_logged_traceback_has_no_secret_of_a_source_line(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def innocent(message: Message[Any], tx: Any) -> None:
+        raise ValueError("declined")
+
+    def secretive(message: Message[Any], tx: Any) -> None:
+        raise ValueError("declined") if "4111-1111-1111-1111" else None
+
+    told: list[str] = []
+    with opened(sqlite_url, redact=RULES) as shop, caplog.at_level(logging.DEBUG, "txbox"):
+
+        def raised(message: Message[Any], tx: Any) -> None:
+            body(message, tx)
+
+        shop.handler(raised, retry=LATER)
+        for body in (innocent, secretive):
+            shop.deliver(paid(body.__name__))
+            told.append("\n".join(map(logging.Formatter().format, caplog.records)))
+            caplog.clear()
+    assert 'raise ValueError("declined")' in told[0]
+    assert 'raise ValueError("declined") if "***" else None' in told[1]
+    assert "4111" not in told[1]
+
+
+def test_a_rehearsal_shows_what_the_rules_leave(sqlite_url: str) -> None:
+    rules = Redaction(fields=["result.token"], errors=RULES.errors)
+    with App(sqlite_url, redact=rules) as app:
+        app.init()
+
+        @app.handler("orders", consumer="billing", keep_payload="always", keep_result=True)
+        def body(message: Message[Any], tx: Any) -> dict[str, Any]:
+            tx.execute(f"SELECT '{CARD}'")
+            return {"token": CARD, "order": 7}
+
+        app.process(Message(id="a", topic="orders", payload=b"{}"))
+        with Admin(app) as admin:
+            done = admin.rehearse("billing", "a")
+    assert json.loads(done.result or b"") == {"token": "***", "order": 7}
+    assert done.statements
+    assert CARD not in repr(done)
+
+
 @pytest.mark.parametrize(
     "errors", [explode, lambda text: None, lambda text: text.index("\0")], ids=["raises", "none", "int"]
 )  # fmt: skip

@@ -7,6 +7,7 @@ import base64
 import gzip
 import hashlib
 import hmac
+import re
 import socket
 import sqlite3
 import threading
@@ -498,6 +499,54 @@ def test_what_http_cannot_carry_is_refused_and_not_sent(more: dict[str, Any]) ->
     assert type(bad) is MessageRefused
     assert good is None
     assert [headers["webhook-id"] for _, headers, _ in endpoint_app.requests] == ["good"]
+
+
+@pytest.mark.parametrize("topic", [".", ".."])
+def test_a_topic_of_dots_does_not_lead_out_of_the_path(topic: str) -> None:
+    endpoint_app = Scripted()
+    with serving(endpoint_app) as endpoint:
+        where = url(endpoint, "/hooks/{topic}/in")
+        bad, good = answers(Http(where, private=True), message(topic=topic), message(topic="a..b"))
+        query = Http(url(endpoint, "/in?topic={topic}"), private=True)
+        assert answers(query, message(topic=topic)) == [None]
+    assert type(bad) is MessageRefused
+    assert good is None
+    assert [path for path, _, _ in endpoint_app.requests] == ["/hooks/a..b/in", "/in"]
+
+
+def quoting(connection: socket.socket) -> None:
+    """As many frameworks do: Cannot POST /services/…"""
+    path = connection.recv(65536).split()[1]
+    body = b"Cannot POST " + path
+    connection.sendall(b"HTTP/1.1 404 N\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+
+
+@pytest.mark.parametrize("behave", [quoting, garbage, hangs_up])
+def test_path_and_query_of_a_url_are_in_no_name_and_no_error(
+    behave: Callable[[socket.socket], None],
+) -> None:
+    with raw(behave) as (address, _):
+        http = Http(f"{address}services/T0/B0/sEcReT?key=hIdDeN%2F1", private=True)
+        (answer,) = answers(http, message())
+        with closing(http.publisher()) as publisher:
+            name = publisher.name
+    host = address.removeprefix("http://").rstrip("/")
+    assert re.fullmatch(rf"http:{host}/…[0-9a-f]{{6}}", name)
+    text = f"{answer}"
+    assert isinstance(answer, BrokerError)
+    for secret in ("T0", "sEcReT", "hIdDeN"):
+        assert secret not in text
+    with closing(Http(address, private=True).publisher()) as publisher:
+        assert publisher.name == f"http:{host}"
+
+
+def test_an_unreachable_endpoint_is_named_without_its_path() -> None:
+    with closed_port() as port:
+        http = Http(f"http://127.0.0.1:{port}/services/sEcReT?key=hIdDeN", private=True)
+        with closing(http.publisher()) as publisher, pytest.raises(BrokerUnavailable) as caught:
+            publisher.publish([message()], WITHIN_S)
+    assert "sEcReT" not in str(caught.value)
+    assert "hIdDeN" not in str(caught.value)
 
 
 # -- through the relay -------------------------------------------------------------------------------

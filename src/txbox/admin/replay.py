@@ -309,7 +309,7 @@ class Rehearsed:
             "broken" when the handler tried to end the transaction, or has left it.
         statements: what it sent to the database, in its order, without values; the first 200.
         staged: what it would have staged: outgoing messages, and effects.
-        result: what it returned, as JSON, where the handler keeps its results.
+        result: what it returned, as JSON and redacted, where the handler keeps its results.
     """
 
     consumer: str
@@ -365,7 +365,7 @@ async def _rehearsed(
     Guarantee: the database refuses COMMIT, and the connection refuses what ends a transaction and is thrown
         away. What the handler does outside its transaction really happens.
     """
-    started = time.monotonic()
+    started, redact = time.monotonic(), app.store.columns.redact
     watch = _Watch(started + _LONGEST.total_seconds())
     timeout = min(handler.options.timeout or _LONGEST, _LONGEST)
     bounded = replace(handler, options=replace(handler.options, timeout=timeout))
@@ -409,9 +409,11 @@ async def _rehearsed(
         message_id=arrival.message_id,
         outcome="processed",
         duration_s=time.monotonic() - started,
-        statements=tuple(watch.statements),
+        statements=tuple(map(redact.error, watch.statements)),
         staged=tuple(link for link in staged if link not in before),
-        result=answers[0] if answers and handler.options.keep_result else None,
+        result=redact.json("result", answers[0])[0]
+        if answers and handler.options.keep_result
+        else None,
     )
     if watch.left:
         return replace(

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -37,6 +37,7 @@ from txbox.errors import (
 from txbox.message import Message
 
 _TOPIC = "{topic}"
+_DOTS = frozenset({".", ".."})
 _ANSWER_BYTES = 2048
 #: How long an answer waits for its body, which only adds a line of text to it.
 _BODY_S = 2.0
@@ -125,8 +126,11 @@ class HttpPublisher(LoopPublisher):
     def __init__(self, endpoint: Http) -> None:
         parts = urlsplit(endpoint.url)
         port = "" if parts.port is None else f":{parts.port}"
-        # the query may be a secret
-        super().__init__(HTTP.name, f"http:{parts.hostname}{port}{parts.path}")
+        # path and query may be secrets: a digest tells the endpoints of a host apart
+        path = parts.path if parts.path != "/" else ""
+        mark = hashlib.sha256(endpoint.url.encode()).hexdigest()[:6]
+        rest = f"/…{mark}" if path or parts.query else ""
+        super().__init__(HTTP.name, f"http:{parts.hostname}{port}{rest}")
         self._endpoint = endpoint
         self._session: aiohttp.ClientSession | None = None
 
@@ -141,15 +145,15 @@ class HttpPublisher(LoopPublisher):
 
         async def sends() -> None:
             # they share one iterator: whichever is free takes the next message
-            for at, (headers, body) in entries:
+            for at, (url, headers, body) in entries:
                 if self._time_s(batch) <= 0 or batch.away is not None:
                     return
                 try:
-                    await self._send(batch, at, headers, body)
+                    await self._send(batch, at, url, headers, body)
                 except Exception as error:
                     if not is_contents(error):
                         raise
-                    why = f"{type(error).__name__}: {error} (boundary: {Boundary.PUBLISH})"
+                    why = f"{_said(error, url)} (boundary: {Boundary.PUBLISH})"
                     batch.answer(at, BrokerError(f"The request failed: {why}."))
 
         await asyncio.gather(*(sends() for _ in range(self._endpoint.concurrency)))
@@ -164,12 +168,11 @@ class HttpPublisher(LoopPublisher):
         return min(batch.left_s() - batch.last_word_s, self._endpoint.timeout_s)
 
     async def _send(
-        self, batch: Batch, at: int, headers: Sequence[tuple[str, str]], body: bytes
+        self, batch: Batch, at: int, url: str, headers: Sequence[tuple[str, str]], body: bytes
     ) -> None:
         assert self._session is not None
         message = batch.messages[at]
         moment = str(int(time.time()))
-        url = self._endpoint.url.replace(_TOPIC, quote(message.topic, safe=""))
         signed = [*headers, *self._signature(str(message.id), moment, body)]
         broken: Exception | None = None
         # a second time, since a connection that was kept open may have ended in the meantime
@@ -186,7 +189,7 @@ class HttpPublisher(LoopPublisher):
                     timeout=timeout,
                     allow_redirects=False,
                 ) as response:
-                    batch.answer(at, await _answer_of(response))
+                    batch.answer(at, await _answer_of(response, url))
                     return
             except (
                 aiohttp.ClientConnectorError,
@@ -210,8 +213,8 @@ class HttpPublisher(LoopPublisher):
                 broken = error
                 break
         # the message itself may be the reason, so this counts as an attempt
-        why = f"{type(broken).__name__}: {broken}"
-        batch.answer(at, BrokerError(f"The endpoint broke off the request ({why})."))
+        assert broken is not None
+        batch.answer(at, BrokerError(f"The endpoint broke off the request ({_said(broken, url)})."))
 
     def _new_session(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(
@@ -231,8 +234,23 @@ class HttpPublisher(LoopPublisher):
             auto_decompress=False,
         )
 
-    def _request_of(self, message: Message[object]) -> tuple[list[tuple[str, str]], bytes]:
-        """Return headers, without a signature, and body; raises MessageRefused."""
+    def _url_of(self, topic: str) -> str:
+        """Return the URL for a topic.
+
+        Raises:
+            MessageRefused: it would lead out of its path. Quoted dots are dots to servers and proxies as well.
+        """
+        url = self._endpoint.url.replace(_TOPIC, quote(topic, safe=""))
+        if _TOPIC in self._endpoint.url and not _DOTS.isdisjoint(urlsplit(url).path.split("/")):
+            raise MessageRefused(
+                f"The topic {topic!r} cannot stand in the path of a URL, where dots lead elsewhere: rename it, or put "
+                "{topic} into the query."
+            )
+        return url
+
+    def _request_of(self, message: Message[object]) -> tuple[str, list[tuple[str, str]], bytes]:
+        """Return URL, headers, without a signature, and body; raises MessageRefused."""
+        url = self._url_of(message.topic)
         body = HTTP.payload(message)
         pairs = [("idempotency-key", str(message.id))]
         for name, value in HTTP.headers(message):
@@ -248,7 +266,7 @@ class HttpPublisher(LoopPublisher):
                     f"HTTP allows no header {name!r} with this value: leave it out, or encode it."
                 )
             pairs.append((name, text))
-        return pairs, body
+        return url, pairs, body
 
     def _signature(self, message_id: str, moment: str, body: bytes) -> list[tuple[str, str]]:
         if not self._endpoint.keys:
@@ -339,7 +357,23 @@ def _check_url(url: str, private: bool) -> None:
         )
 
 
-async def _answer_of(response: aiohttp.ClientResponse) -> BrokerError | None:
+def _said(error: Exception, url: str) -> str:
+    """Return type and text of an error, without the URL's path and query."""
+    text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+    return f"{type(error).__name__}: {_without_path(text, url)}"
+
+
+def _without_path(text: str, url: str) -> str:
+    """Return a text without the path and query of a URL: they may be secrets, and endpoints quote them."""
+    parts = urlsplit(url)
+    secrets = [f"{parts.path}?{parts.query}", parts.query, parts.path]
+    for secret in [*secrets, *map(unquote, secrets)]:
+        if len(secret.strip("/?")) > 1:
+            text = text.replace(secret, "…")
+    return text
+
+
+async def _answer_of(response: aiohttp.ClientResponse, url: str) -> BrokerError | None:
     """Return what the head says; the body, which may hang or break off, never changes that."""
     status, said = response.status, b""
     # read after 2xx, too: the connection can then be used again
@@ -350,7 +384,7 @@ async def _answer_of(response: aiohttp.ClientResponse) -> BrokerError | None:
         return None
     if response.headers.get("content-encoding", "identity") != "identity":
         said = b""
-    line = said.decode(errors="replace").strip().partition("\n")[0][:500]
+    line = _without_path(said.decode(errors="replace").strip().partition("\n")[0], url)[:500]
     text = f"The endpoint answered {status}{f': {line}' if line else ''}"
     if status in _PASSING or status >= 500:
         return BrokerError(text, retry_after_s=_retry_after_s(response.headers.get("retry-after")))

@@ -100,6 +100,11 @@ def shown(error: BaseException, text: str, redact: Redaction, depth: int = 8) ->
     ):
         trace = trace.tb_next
     stand_in.__traceback__ = trace
+    stack = "".join(traceback.format_tb(trace)) if redact.errors else ""
+    if (legible := redact.error(stack, len(stack))) != stack:
+        # a log reads the lines of a traceback from the source
+        stand_in.__traceback__ = None
+        stand_in.add_note(legible)
     if depth:
         if error.__cause__ is not None:
             told = _harmless(error.__cause__, redact)
@@ -228,8 +233,8 @@ class Recorder:
         """
         if not is_contents(error):
             raise error
-        text = printable(_text_of(error).partition("\n")[0], 1_000)
         columns = self._store.columns
+        text = printable(columns.redact.error(_text_of(error)).partition("\n")[0], 1_000)
         self._events.emit(
             ErrorContained(
                 boundary=boundary,

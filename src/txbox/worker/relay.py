@@ -472,7 +472,10 @@ class Relay:
             pause.until = now + pause_s
             self._app.events.emit(
                 RelayPaused(
-                    publisher=self.name, topic=topic, reason=str(refusal), retry_in_s=pause_s
+                    publisher=self.name,
+                    topic=topic,
+                    retry_in_s=pause_s,
+                    reason=self._app.store.columns.redact.error(str(refusal)),
                 )
             )
         return True
@@ -480,10 +483,11 @@ class Relay:
     def _broker_away(self, error: Exception) -> None:
         self._paused_at = self._paused_at or time.monotonic()
         pause_s = _pause_for(self._paused_at)
+        reason = f"{'' if isinstance(error, BrokerError) else f'{type(error).__name__}: '}{error}"
         self._app.events.emit(
             RelayPaused(
                 publisher=self.name,
-                reason=f"{'' if isinstance(error, BrokerError) else f'{type(error).__name__}: '}{error}",
+                reason=self._app.store.columns.redact.error(reason),
                 retry_in_s=pause_s,
             )
         )
@@ -494,13 +498,14 @@ class Relay:
         dead = isinstance(error, MessageRefused) or attempt >= retry.max_attempts
         after_s = error.retry_after_s if isinstance(error, BrokerError) else None
         delay_s = 0.0 if dead else max(retry.delay_s(attempt), after_s or 0.0)
-        text = printable(self._app.store.columns.redact.error(str(error)), _ERROR_BYTES)
+        columns = self._app.store.columns
+        text = printable(columns.redact.error(str(error)), _ERROR_BYTES)
         kind = OutgoingDead if dead else OutgoingFailed
         return self._store.failed(
             row, token=token, dead=dead, delay_s=delay_s, error_type=type(error).__name__, error=text,
         ), kind(
             message_id=row.id, topic=row.message.topic, publisher=self.name, route=self._route.name,
-            attempt=attempt, error=text,
+            attempt=attempt, error=columns.told(text),
         )  # fmt: skip
 
     def _report_sent(self, count: int, started: float) -> None:
