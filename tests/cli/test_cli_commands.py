@@ -471,3 +471,23 @@ def test_a_terminal_is_asked_before_a_change_in_bulk(
     assert "Discard 2 pending messages? [y/N]" in shown
     assert "2 messages discarded." in shown
     assert set(rows(view).values()) == {"discarded"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("\x1b[31mwhat",), ("-\x1b[31m",), ("list", "--\x1b[31mno"), ("list", "--status", "\x1b[31mno"),
+        ("show", "billing", "\x1b[31mno"), ("retry", "--limit", "\x1b[31m"), ("retry", "--older-than", "\x1b[31m"),
+        ("pause", "\x1b[31mno"), ("list", "--consumer", "\x1b[31mno"), ("explain", "\x1b[31mno"),
+        ("outbox", "reroute", "--to", "\x1b[31mno"), ("discard", "billing", "\x1b[31mno"), ("canary", "\x1b[31mno"),
+        ("schema", "print", "--grants", "\x1b[31mno=x"), ("schema", "print", "--grants", "viewer=\x1b[31mno"),
+        ("list", "--app", "\x1b[31mno:app"), ("list", "--app", "shop:\x1b[31mno"), ("run", "--only", "\x1b[31mno"),
+        ("list", "--database", "sqlite:///\x1b[31mno/no"), ("list", "--database", "\x1b[31mno://no/no"),
+    ],
+    ids=lambda words: " ".join(words).replace("\x1b", "^"),
+)  # fmt: skip
+def test_what_an_operator_types_cannot_steer_the_terminal(
+    sqlite_shop: Command, words: tuple[str, ...]
+) -> None:
+    said = sqlite_shop(*words, code=None)
+    assert "\x1b" not in said.out + said.err

@@ -26,6 +26,7 @@ from txbox.errors import (
     installed,
     redacted,
 )
+from txbox.text import visible
 
 _EPILOG = """\
 `txbox COMMAND --help` has the options and examples of each. All but demo and
@@ -276,7 +277,7 @@ def add_command(
 
 
 def print_error(text: str) -> None:
-    print(f"txbox: {redacted(text)}", file=sys.stderr)
+    print(f"txbox: {visible(redacted(text))}", file=sys.stderr)
 
 
 # -- completion -----------------------------------------------------------------------------------

@@ -87,7 +87,8 @@ def as_json(value: Any) -> dict[str, Any]:
 
 
 def print_line(text: str) -> None:
-    print(text)
+    # it may quote an argument, which may come from a list that a stranger wrote
+    print(visible(text))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
@@ -229,7 +230,7 @@ def interactive() -> bool:
 
 def confirmed(question: str) -> bool:
     """Ask on the terminal; only "y" and "yes" agree."""
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    print(f"{visible(question)} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
