@@ -131,7 +131,7 @@ def test_a_logged_traceback_has_no_secret_of_a_source_line(
         raise ValueError("declined")
 
     def secretive(message: Message[Any], tx: Any) -> None:
-        raise ValueError("declined") if "4111-1111-1111-1111" else None
+        raise ValueError("declined"[: len("4111-1111-1111-1111")])
 
     told: list[str] = []
     with opened(sqlite_url, redact=RULES) as shop, caplog.at_level(logging.DEBUG, "txbox"):
@@ -145,7 +145,7 @@ def test_a_logged_traceback_has_no_secret_of_a_source_line(
             told.append("\n".join(map(logging.Formatter().format, caplog.records)))
             caplog.clear()
     assert 'raise ValueError("declined")' in told[0]
-    assert 'raise ValueError("declined") if "***" else None' in told[1]
+    assert 'raise ValueError("declined"[: len("***")])' in told[1]
     assert "4111" not in told[1]
 
 
