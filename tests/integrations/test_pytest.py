@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from importlib.metadata import entry_points
 from typing import Any
@@ -73,6 +74,29 @@ def test_every_crash_leaves_one_effect(
     )
     assert ended["after:commit"] is Outcome.DUPLICATE
     assert ledger() == [1] * (len(ended) + 1)
+
+
+def test_async_handlers_have_fixtures_too(
+    txbox_app: App,
+    txbox_deliver_async: Callable[..., Awaitable[Outcome]],
+    txbox_drain_async: Callable[..., Awaitable[list[Outcome]]],
+    txbox_crash_everywhere_async: Callable[..., Awaitable[dict[str, Outcome]]],
+) -> None:
+    @txbox_app.handler("orders", consumer="billing")
+    async def book(message: Message[int], tx: Any) -> None:
+        if message.body < 0 and message.attempt == 1:
+            raise ValueError("not yet")
+
+    async def work() -> None:
+        assert await txbox_deliver_async(_paid("m-1", -1)) is Outcome.FAILED
+        assert await txbox_drain_async(ignore_dates=True) == [Outcome.PROCESSED]
+        ended = await txbox_crash_everywhere_async(_paid)
+        assert (ended["before:commit"], ended["after:commit"]) == (
+            Outcome.PROCESSED,
+            Outcome.DUPLICATE,
+        )
+
+    asyncio.run(work())
 
 
 def test_it_is_found_by_its_entry_point_and_an_app_is_put_in_its_place(

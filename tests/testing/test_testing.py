@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.connections import KINDS, Kind, do
 from tests.support.databases import Raw, representatives
 from tests.support.ledger import TABLE, book, lines, message, service
 from tests.support.waiting import DEADLINE_S
@@ -21,8 +22,12 @@ from txbox.testing import (
     Crashed,
     another_process,
     crash_at,
+    crash_everywhere,
+    crash_everywhere_async,
     crash_points,
+    crash_points_async,
     deliver,
+    deliver_async,
     drain,
     drain_async,
     install_from_environment,
@@ -234,3 +239,83 @@ def test_race_and_drain_have_async_twins(new_database: Callable[[str], str], nam
 
     asyncio.run(work())
     assert runs == ["a", "b"]
+
+
+ON_A_LOOP = [
+    kind
+    for kind in KINDS
+    if kind.name in ("psycopg-async-url", "asyncpg-pool", "aiosqlite", "async-engine-asyncmy")
+]
+
+
+@pytest.mark.parametrize("kind", ON_A_LOOP, ids=str)
+def test_async_handlers_are_crashed_everywhere(
+    new_database: Callable[[str], str], kind: Kind
+) -> None:
+    url = new_database(kind.product)
+    with Raw(url) as view:
+        view.execute("CREATE TABLE effect (id integer)")
+
+    async def work() -> dict[str, Outcome]:
+        async with kind.source(url) as target, App(target) as app:
+
+            @app.handler("orders", consumer="billing")
+            async def take(taken: Message[Any], tx: Any) -> None:
+                done = do(kind.family, tx, "INSERT INTO effect (id) VALUES (1)")
+                await done
+
+            points = await crash_points_async(app, message("probe"))
+            outcomes = await crash_everywhere_async(app, message, consumer="billing")
+            assert set(outcomes) == set(points)
+            return outcomes
+
+    outcomes = asyncio.run(work())
+    assert (outcomes["after:handler"], outcomes["after:commit"]) == (
+        Outcome.PROCESSED,
+        Outcome.DUPLICATE,
+    )
+    with Raw(url) as view:
+        assert view.value("SELECT count(*) FROM effect") == len(outcomes) + 2
+
+
+def test_async_deliveries_overtake_in_a_loop_of_their_own(
+    new_database: Callable[[str], str],
+) -> None:
+    outcomes: list[Outcome] = []
+
+    async def work() -> None:
+        async with App(new_database("sqlite")) as app:
+
+            @app.handler("orders", consumer="billing")
+            async def take(taken: Message[Any], tx: Any) -> None:
+                pass
+
+            await deliver_async(app, message("first"))
+            other = another_process(app)
+
+            async def overtake() -> None:
+                outcomes.append(await deliver_async(other, message("a")))
+
+            with meanwhile("before:begin", overtake):
+                assert await deliver_async(app, message("a")) is Outcome.DUPLICATE
+
+    asyncio.run(work())
+    assert outcomes == [Outcome.PROCESSED]
+
+
+@pytest.mark.parametrize("verb", [deliver, race, crash_points])
+def test_a_sync_verb_names_its_twin(
+    new_database: Callable[[str], str], verb: Callable[..., object]
+) -> None:
+    with App(new_database("sqlite")) as app:
+
+        @app.handler("orders", consumer="billing")
+        async def take(taken: Message[Any], tx: Any) -> None:
+            pass
+
+        with pytest.raises(ConfigurationError, match=f"await {verb.__name__}_async"):
+            verb(app, message("a"))
+        with pytest.raises(ConfigurationError, match="await crash_points_async"):
+            crash_everywhere(app, message)
+        with pytest.raises(ConfigurationError, match="await drain_async"):
+            drain(app)

@@ -3,15 +3,40 @@ canary.py and replay.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import CoroutineType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
 from txbox.admin.canary import Canary
-from txbox.admin.changes import Changed, Edited, How, MessageChanged
+from txbox.admin.changes import Changed, Changes, Edited, How, MessageChanged
 from txbox.admin.look import Look
+from txbox.admin.reader import Reader, run_verb
 from txbox.admin.replay import Replays
 from txbox.admin.tables import InboxFilter, OutboxFilter, QuarantineFilter
+from txbox.session import twin_of
 
 __all__ = [
     "Admin", "Changed", "Edited", "How", "InboxFilter", "MessageChanged", "OutboxFilter", "QuarantineFilter",
 ]  # fmt: skip
+
+
+T = TypeVar("T")
+P = ParamSpec("P")
+ReaderT = TypeVar("ReaderT", bound=Reader)
+
+
+def _twin(
+    verb: Callable[Concatenate[ReaderT, P], T],
+) -> Callable[Concatenate[ReaderT, P], CoroutineType[Any, Any, T]]:
+    @twin_of(verb)
+    async def twin(*args: Any, **kwargs: Any) -> T:
+        return await run_verb(verb, *args, **kwargs)
+
+    twin.__name__, twin.__doc__ = (
+        f"{verb.__name__}_async",
+        f"`{verb.__name__}` inside a running event loop.",
+    )
+    return twin
 
 
 class Admin(Look, Replays, Canary):
@@ -22,6 +47,39 @@ class Admin(Look, Replays, Canary):
             `rehearse`, and what messages of an order wait for.
         schema: with a database: the PostgreSQL schema of the tables.
 
-    Nothing connects before the first verb. A verb may be called from any thread, but not inside a
-    running event loop: use `asyncio.to_thread` there.
+    Nothing connects before the first verb. A verb may be called from any thread. Inside a running event loop await
+    its twin: `await admin.retry_async(…)` does what `admin.retry(…)` does, and so for each verb. A twin uses async
+    connections, and runs async handlers, in that loop; the rest runs in another thread, callbacks like `progress`
+    included. Cancelled, it ends after the batch at work.
     """
+
+    status_async = _twin(Look.status)
+    topics_async = _twin(Look.topics)
+    overview_async = _twin(Look.overview)
+    consumers_async = _twin(Look.consumers)
+    sizes_async = _twin(Look.sizes)
+    schema_async = _twin(Look.schema)
+    activity_async = _twin(Look.activity)
+    workers_async = _twin(Look.workers)
+    pauses_async = _twin(Look.pauses)
+    snapshot_async = _twin(Look.snapshot)
+    unserved_async = _twin(Look.unserved)
+    doctor_async = _twin(Look.doctor)
+    list_async = _twin(Look.list)
+    page_async = _twin(Look.page)
+    failures_async = _twin(Look.failures)
+    audit_async = _twin(Look.audit)
+    show_async = _twin(Look.show)
+    reveal_async = _twin(Look.reveal)
+    explain_async = _twin(Look.explain)
+    retry_async = _twin(Changes.retry)
+    discard_async = _twin(Changes.discard)
+    reroute_async = _twin(Changes.reroute)
+    accept_async = _twin(Changes.accept)
+    edit_async = _twin(Changes.edit)
+    pause_async = _twin(Changes.pause)
+    resume_async = _twin(Changes.resume)
+    why_not_async = _twin(Changes.why_not)
+    replay_async = _twin(Replays.replay)
+    rehearse_async = _twin(Replays.rehearse)
+    canary_async = _twin(Canary.canary)

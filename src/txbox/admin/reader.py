@@ -7,7 +7,10 @@ import getpass
 import json
 import socket
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
@@ -17,6 +20,7 @@ from txbox.admin.tables import INBOX, Filter, MessageT
 from txbox.brokers.base import Source
 from txbox.connections import open_database
 from txbox.connections.base import Database
+from txbox.errors import ConfigurationError
 from txbox.events import Events, RowsChanged
 from txbox.handlers import Handler, Handlers
 from txbox.message import Message
@@ -67,6 +71,14 @@ class Application(Protocol):
     def consumptions(self) -> Sequence[Consumes]: ...
 
     async def check_schema(self, db: Session) -> None: ...
+
+
+def _in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 class _DatabaseOnly:
@@ -131,6 +143,55 @@ def _default_actor() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
+class _Call:
+    """An async twin at work: the verb runs in another thread, operations on async connections in this loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._operation: Future[Any] | None = None
+        self._cancelled = False
+
+    def check(self) -> None:
+        if self._cancelled:
+            raise asyncio.CancelledError
+
+    def finish(self, operation: Coroutine[Any, Any, T]) -> T:
+        self._operation = done = asyncio.run_coroutine_threadsafe(operation, self._loop)
+        if self._cancelled:
+            done.cancel()
+        return done.result()
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._operation is not None:
+            self._operation.cancel()
+
+
+_CALL: ContextVar[_Call | None] = ContextVar("txbox_admin_call", default=None)
+
+
+async def run_verb(verb: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a verb in another thread, and what it does on async connections in this event loop.
+
+    Guarantee: when it ends, cancelled or not, the verb has ended.
+    """
+    call = _Call(asyncio.get_running_loop())
+    token = _CALL.set(call)
+    try:
+        # it copies the context
+        work = asyncio.create_task(asyncio.to_thread(verb, *args, **kwargs))
+    finally:
+        _CALL.reset(token)
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        call.cancel()
+        while not work.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([work])
+        raise
+
+
 class Reader:
     """Runs operations on the connections of an App or a database, and reads messages; `Admin` says how to use it."""
 
@@ -185,6 +246,8 @@ class Reader:
 
     def on_database(self, operation: Operation[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run an operation on whichever connections there are."""
+        if (call := _CALL.get()) is not None:
+            call.check()
         database = self.app.database
         if database.sync is not None:
             return drive(database.sync, operation, *args, **kwargs)
@@ -202,6 +265,13 @@ class Reader:
         return self._finish(drive_async(connections, operation, *args, **kwargs))
 
     def _finish(self, work: Coroutine[Any, Any, T]) -> T:
+        if _in_loop():
+            work.close()
+            raise ConfigurationError(
+                "This verb was called inside a running event loop: await its twin, for instance admin.status_async()."
+            )
+        if (call := _CALL.get()) is not None:
+            return call.finish(work)
         # one loop for all verbs: an async connection belongs to the loop that opened it
         if self.loop is not None:
             return asyncio.run_coroutine_threadsafe(work, self.loop).result()
@@ -221,11 +291,23 @@ class Reader:
             self._runner.close()
             self._runner = None
 
+    async def close_async(self) -> None:
+        """`close` inside a running event loop."""
+        if self._owned:
+            await self.app.database.close_async()
+        await run_verb(self.close)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close_async()
 
     # -- rows and messages --------------------------------------------------------------------
 

@@ -9,12 +9,13 @@
         assert txbox_deliver(paid) is Outcome.PROCESSED
         assert txbox_deliver(paid) is Outcome.DUPLICATE
 
-For async handlers and everything else use `txbox.testing` with `txbox_app`.
+For async handlers the fixtures end in `_async`, and what they return is awaited. For everything else use
+`txbox.testing` with `txbox_app`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ import pytest
 if TYPE_CHECKING:
     # every pytest that finds txbox installed imports this file
     from txbox.app import App
-    from txbox.message import Message
     from txbox.outcome import Outcome
     from txbox.testing import Clock
 
@@ -48,11 +48,27 @@ def txbox_deliver(txbox_app: App) -> Callable[..., Outcome]:
 
 
 @pytest.fixture
+def txbox_deliver_async(txbox_app: App) -> Callable[..., Coroutine[Any, Any, Outcome]]:
+    """`txbox.testing.deliver_async` for `txbox_app`."""
+    from txbox.testing import deliver_async
+
+    return partial(deliver_async, txbox_app)
+
+
+@pytest.fixture
 def txbox_drain(txbox_app: App) -> Callable[..., list[Outcome]]:
     """`txbox.testing.drain` for `txbox_app`: processes what is due in the table."""
     from txbox.testing import drain
 
     return partial(drain, txbox_app)
+
+
+@pytest.fixture
+def txbox_drain_async(txbox_app: App) -> Callable[..., Coroutine[Any, Any, list[Outcome]]]:
+    """`txbox.testing.drain_async` for `txbox_app`."""
+    from txbox.testing import drain_async
+
+    return partial(drain_async, txbox_app)
 
 
 @pytest.fixture
@@ -66,24 +82,17 @@ def txbox_clock() -> Generator[Clock]:
 
 @pytest.fixture
 def txbox_crash_everywhere(txbox_app: App) -> Callable[..., dict[str, Outcome]]:
-    """Crashes one delivery at each point that a delivery passes, and delivers its message again.
+    """`txbox.testing.crash_everywhere` for `txbox_app`: crashes a delivery at each point, and delivers it again."""
+    from txbox.testing import crash_everywhere
 
-    It takes a function from an id to a message, and `consumer=`. It returns, for each point in its order, how the
-    second delivery ended: PROCESSED, or DUPLICATE when the first had committed. Compare then what the handler wrote
-    with one effect for each of them, and one more: the delivery by which the points were found.
-    """
-    from txbox.testing import Crashed, crash_at, crash_points, deliver
+    return partial(crash_everywhere, txbox_app)
 
-    def crash(
-        message_of: Callable[[str], Message[Any]], *, consumer: str | None = None
-    ) -> dict[str, Outcome]:
-        passed = crash_points(txbox_app, message_of("first"), consumer=consumer)
-        ended: dict[str, Outcome] = {}
-        for point in dict.fromkeys(passed):
-            message = message_of(f"crash-{point}")
-            with pytest.raises(Crashed), crash_at(point):
-                deliver(txbox_app, message, consumer=consumer)
-            ended[point] = deliver(txbox_app, message, consumer=consumer)
-        return ended
 
-    return crash
+@pytest.fixture
+def txbox_crash_everywhere_async(
+    txbox_app: App,
+) -> Callable[..., Coroutine[Any, Any, dict[str, Outcome]]]:
+    """`txbox.testing.crash_everywhere_async` for `txbox_app`."""
+    from txbox.testing import crash_everywhere_async
+
+    return partial(crash_everywhere_async, txbox_app)

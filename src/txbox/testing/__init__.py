@@ -4,15 +4,17 @@ inside the test's."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import re
 import secrets
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -23,7 +25,16 @@ from txbox.handlers import Handler
 from txbox.maintenance import Task, rescue
 from txbox.message import Message
 from txbox.outcome import Outcome
-from txbox.session import Connections, Crashed, Session, Statement, drive, drive_async, twin_of
+from txbox.session import (
+    Connections,
+    Crashed,
+    Session,
+    Statement,
+    blocking,
+    drive,
+    drive_async,
+    twin_of,
+)
 from txbox.store import leases
 from txbox.store.dialect import Dialect, qualified
 from txbox.testing.inside import Savepoints, another_process, inside
@@ -33,7 +44,10 @@ __all__ = [
     "Crashed",
     "another_process",
     "crash_at",
+    "crash_everywhere",
+    "crash_everywhere_async",
     "crash_points",
+    "crash_points_async",
     "deliver",
     "deliver_async",
     "drain",
@@ -69,6 +83,7 @@ def deliver(
 
     It raises whatever `App.process` raises. For an async handler use `deliver_async`.
     """
+    _check_sync(app, message, consumer, "deliver")
     return _within(app, tx).process(message, consumer=consumer)
 
 
@@ -95,6 +110,7 @@ def drain(app: App, *, ignore_dates: bool = False, tx: Any = None) -> list[Outco
         raise ConfigurationError(
             f"{app.database.name} has async connections only: use drain_async()."
         )
+    _check_kind(app, is_async=False)
     return drive(connections, _drained, app, False, ignore_dates)
 
 
@@ -105,6 +121,7 @@ async def drain_async(app: App, *, ignore_dates: bool = False, tx: Any = None) -
         connections = app_within.database.asynchronous
         if connections is None:
             raise ConfigurationError(f"{app.database.name} has sync connections only: use drain().")
+        _check_kind(app, is_async=True)
         return await drive_async(connections, _drained, app_within, True, ignore_dates)
 
 
@@ -122,6 +139,7 @@ def race(
     Returns: one outcome per worker. With a sound handler one is PROCESSED (or FAILED), and the others
         are DUPLICATE, DEFERRED, or IN_PROGRESS if they waited longer than Limits.lock_timeout.
     """
+    _check_sync(app, message, consumer, "race")
     start = threading.Barrier(workers)
 
     def work(app_copy: App) -> Outcome:
@@ -151,6 +169,7 @@ def crash_points(
 
     Any other message of this App, the first one too, passes the same points if it ends the same way.
     """
+    _check_sync(app, message, consumer, "crash_points")
     app = _within(app, tx)
     if app.database.sync is not None:
         # first, because only some messages do: no later one need pass these points
@@ -159,6 +178,81 @@ def crash_points(
     with _installed(points.append):
         deliver(app, message, consumer=consumer)
     return points
+
+
+@twin_of(crash_points)
+async def crash_points_async(app: App, message: Any, *, tx: Any = None, **named: Any) -> list[str]:
+    """`crash_points` for async handlers."""
+    points: list[str] = []
+    async with _settled(_within(app, tx)) as app_within:
+        if app_within.database.asynchronous is not None:
+            await drive_async(app_within.database.asynchronous, app_within.look_for_pauses)
+        with _installed(points.append):
+            await deliver_async(app_within, message, **named)
+    return points
+
+
+def crash_everywhere(
+    app: App, message_of: Callable[[str], Message[Any]], *, consumer: str | None = None
+) -> dict[str, Outcome]:
+    """Crash one delivery at each point that a delivery passes, and deliver its message again.
+
+    Compare then what the handler wrote with one effect for each point, and one more: the delivery by which the points
+    were found.
+
+    Args:
+        message_of: makes a message of an id.
+
+    Returns: for each point, in order, how the second delivery ended: PROCESSED, or DUPLICATE when the first had
+        committed.
+    """
+
+    async def once(message: Message[Any]) -> Outcome:
+        return deliver(app, message, consumer=consumer)
+
+    points = crash_points(app, message_of("first"), consumer=consumer)
+    return blocking(_crashed_everywhere(points, message_of, once))
+
+
+@twin_of(crash_everywhere)
+async def crash_everywhere_async(
+    app: App, message_of: Callable[[str], Any], **named: Any
+) -> dict[str, Outcome]:
+    """`crash_everywhere` for async handlers."""
+    points = await crash_points_async(app, message_of("first"), **named)
+    once = partial(deliver_async, app, **named)
+    return await _crashed_everywhere(points, message_of, once)
+
+
+async def _crashed_everywhere(
+    points: list[str],
+    message_of: Callable[[str], Message[Any]],
+    once: Callable[[Message[Any]], Coroutine[Any, Any, Outcome]],
+) -> dict[str, Outcome]:
+    outcomes: dict[str, Outcome] = {}
+    for point in dict.fromkeys(points):
+        message = message_of(f"crash-{point}")
+        with suppress(Crashed), crash_at(point):
+            await once(message)
+        outcomes[point] = await once(message)
+    return outcomes
+
+
+def _check_sync(app: App, message: Message[Any], consumer: str | None, verb: str) -> None:
+    handler = app.handlers.only(message, consumer)
+    if handler is not None and handler.is_async:
+        raise ConfigurationError(f"{handler.name} is async: await {verb}_async().")
+
+
+def _check_kind(app: App, *, is_async: bool) -> None:
+    """Refuse to drain an App that has handlers of the other kind only: nothing would run, and the test would pass."""
+    handlers = [handler for group in app.handlers.consumers().values() for handler in group]
+    if handlers and all(handler.is_async != is_async for handler in handlers):
+        raise ConfigurationError(
+            "All handlers of this App are sync: use drain()."
+            if is_async
+            else "All handlers of this App are async: await drain_async()."
+        )
 
 
 def _within(app: App, tx: Any) -> App:
@@ -307,13 +401,21 @@ def crash_at(point: str, nth: int = 1) -> Generator[None]:
 
 @contextmanager
 def meanwhile(point: str, call: Callable[[], object], nth: int = 1) -> Generator[None]:
-    """Call something at a point, between two statements: a race with a single outcome, without threads.
+    """Call something at a point, between two statements: a race with a single outcome.
 
     Args:
-        call: for instance another delivery of the same message, by a copy from `another_process`.
+        call: for instance another delivery of the same message, by a copy from `another_process`. An async one runs
+            in another thread, in an event loop of its own: its App then needs a URL, since a pool belongs to one loop.
         nth: which pass of the point counts, 1 or more.
     """
-    with _installed(_Nth(point, call, nth)):
+
+    def called() -> None:
+        done = call()
+        if inspect.iscoroutine(done):
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(asyncio.run, done).result()
+
+    with _installed(_Nth(point, called, nth)):
         yield
 
 
