@@ -123,6 +123,18 @@ else:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=DEADLINE_S)
 
 
+def test_what_is_bound_is_read_only_where_it_was_written() -> None:
+    sealed = BEFORE.encode(PAYLOAD, context=b"here")
+    assert BEFORE.decode(sealed, "2026-05", context=b"here") == PAYLOAD
+    for context in (b"there", b"", None):
+        with pytest.raises(ConfigurationError, match="altered or moved"):
+            BEFORE.decode(sealed, "2026-05", context=context)
+    # neither form passes for the other
+    for altered in (b"\x01" + sealed[1:], b"\x02" + BEFORE.encode(PAYLOAD)[1:]):
+        with pytest.raises(ConfigurationError):
+            BEFORE.decode(altered, "2026-05", context=b"here")
+
+
 # -- through the tables ----------------------------------------------------------------------------
 
 
@@ -303,6 +315,87 @@ def test_bytes_altered_in_the_database_are_refused_and_others_are_not_held_up(
             where = InboxFilter(consumer="billing", message_id="a")
             assert admin.discard(where, reason="altered").count == 1
         assert shop.work() == []
+
+
+class Unbound(AesGcm):
+    """As it wrote before texts were bound to their rows, and as codecs of others do."""
+
+    def encode(self, data: bytes) -> bytes:  # type: ignore[override]
+        return super().encode(data)
+
+    def decode(self, data: bytes, key_id: str) -> bytes:  # type: ignore[override]
+        return super().decode(data, key_id)
+
+
+@pytest.mark.parametrize("column", ["payload", "headers"])
+def test_a_text_moved_to_another_message_is_not_read(database_url: str, column: str) -> None:
+    with opened(database_url, codec=BEFORE) as shop:
+        shop.handler(mode="stored", keep_payload="always")
+        for name in ("a", "b"):
+            assert shop.deliver(paid(name, PAYLOAD, headers=HEADERS)) is Outcome.DEFERRED
+        named = f"SELECT {column} FROM txbox_inbox WHERE message_id = 'a'"
+        ((text,),) = shop.raw.rows(named)
+        shop.raw.execute(f"UPDATE txbox_inbox SET {column} = ? WHERE message_id = 'b'", (text,))
+        assert sorted(shop.work()) == [Outcome.FAILED, Outcome.PROCESSED]
+        assert shop.calls == ["a"]
+        assert "moved in the database" in str(shop.row("b").error)
+
+
+@pytest.mark.parametrize(
+    "altered",
+    ["payload = ?, key_id = NULL, headers = NULL", 'headers = \'[["x-customer","Eve"]]\''],
+)
+def test_a_row_that_somebody_made_plain_is_not_read(database_url: str, altered: str) -> None:
+    """Not even one whose payload is still encrypted, for its headers."""
+    with opened(database_url, codec=BEFORE) as shop:
+        shop.handler(mode="stored")
+        shop.deliver(paid("a", PAYLOAD, headers=HEADERS))
+        shop.raw.execute(f"UPDATE txbox_inbox SET {altered}", (b"{}",)[: altered.count("?")])
+        assert shop.work() == [Outcome.FAILED]
+        assert shop.calls == []
+        assert "is plain, though App(codec=…) encodes" in str(shop.row("a").error)
+
+
+def test_rows_from_before_the_codec_are_read_where_that_is_allowed(database_url: str) -> None:
+    with opened(database_url) as shop:
+        shop.handler(mode="stored")
+        shop.deliver(paid("a", PAYLOAD, headers=HEADERS))
+        with rotated(shop, BEFORE) as app:
+            later = Shop(shop.url, shop.raw, app)
+            later.handler(retry=AT_ONCE)
+            assert later.work() == [Outcome.FAILED]
+        with rotated(shop, BEFORE, plain="accept") as app:
+            later = Shop(shop.url, shop.raw, app)
+            later.handler()
+            assert later.work() == [Outcome.PROCESSED]
+
+
+def test_rows_that_were_not_bound_stay_readable(database_url: str) -> None:
+    with opened(database_url, codec=Unbound({"2026-05": OLD})) as shop:
+        shop.handler(lambda message, tx: _fail(), retry=AT_ONCE, keep_payload="always")
+        assert shop.deliver(paid("a", PAYLOAD, headers=HEADERS)) is Outcome.FAILED
+        with rotated(shop, BEFORE) as app:
+            with Admin(app) as admin:
+                (found,) = admin.show(InboxFilter(consumer="billing", message_id="a"), reveal=True)
+            assert (found.payload, found.headers) == (PAYLOAD, (("x-customer", SECRET),))
+            assert str(found.error).startswith(SECRET)
+            later = Shop(shop.url, shop.raw, app)
+            later.handler()
+            assert later.work() == [Outcome.PROCESSED]
+
+
+def test_what_an_edit_sets_aside_stays_readable(database_url: str) -> None:
+    with opened(database_url, codec=BEFORE) as shop:
+        shop.handler(lambda message, tx: _fail(), retry=AT_ONCE)
+        shop.deliver(paid("a", PAYLOAD, headers=HEADERS))
+        with Admin(shop.app) as admin:
+            admin.edit("billing", "a", payload=b'{"card": 2}')
+            (old,) = admin.show(QuarantineFilter(message_id="a"), reveal=True)
+            (new,) = admin.show(InboxFilter(consumer="billing", message_id="a"), reveal=True)
+            assert old.payload == PAYLOAD
+            assert new.payload == b'{"card": 2}'
+            assert str(new.error).startswith(SECRET)
+            assert [str(past.error).startswith(SECRET) for past in new.history] == [True]
 
 
 SERVICE = """

@@ -95,6 +95,8 @@ class App:
         observers: called with every event; attach alerts here. Events are also logged to `txbox`, unless one of
             the observers is a `LoggingObserver`.
         codec: encrypts or compresses payloads and error texts at rest.
+        plain: with a codec: "accept" reads rows that are not encoded, as those from before there was a codec;
+            otherwise such a row is as unreadable as an altered one.
         tracing: OpenTelemetry spans for staging, sending and processing; see `txbox.observers.tracing`.
         redact: what to hide from operators, logs and stored error texts; see Redaction.
         limits: how large a message may be, and how long a claim waits. By default a claim gives up
@@ -128,6 +130,7 @@ class App:
         observers: Sequence[Observer] = (),
         tracing: Tracing | None = None,
         codec: Codec | None = None,
+        plain: Literal["accept", "refuse"] = "refuse",
         redact: Redaction | None = None,
         limits: Limits | None = None,
         lease: Lease | None = None,
@@ -146,6 +149,8 @@ class App:
             raise ConfigurationError(
                 f"unmatched is {unmatched!r}: use 'acknowledge' or 'quarantine'."
             )
+        if plain not in ("accept", "refuse"):
+            raise ConfigurationError(f"plain is {plain!r}: use 'accept' or 'refuse'.")
         check_policies(
             redact=(redact, Redaction), limits=(limits, Limits), lease=(lease, Lease), retention=(retention, Retention),
             batching=(batching, Batching), relaying=(relaying, RelayPolicy),
@@ -181,7 +186,7 @@ class App:
         self.relaying = relaying or RelayPolicy()
         self.unmatched = unmatched
         self.resolver = resolver
-        self.store = InboxStore(self.database.dialect, Columns(codec, redact))
+        self.store = InboxStore(self.database.dialect, Columns(codec, redact, plain))
         #: Stages external calls in a handler's transaction: `app.effects.stage(tx, name, body)`.
         self.effects = Effects(
             self.handlers, self.limits, schema=schema, columns=self.store.columns

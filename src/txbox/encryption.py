@@ -19,6 +19,8 @@ _NONCE_BYTES = 12
 _NAME_BYTES = 64
 # format version; it is followed by the length and name of the key, the nonce, and the ciphertext with its tag
 _FORM = b"\x01"
+# bound to the context, too
+_BOUND_FORM = b"\x02"
 _BOUND = b"txbox at rest"
 
 
@@ -36,8 +38,8 @@ class AesGcm:
 
     Each ciphertext names its key, so keys may change between any two writes to a row. Nonces are 96 random bits: use
     a key for fewer than 2**32 encryptions (a failed attempt takes four), then put a new key before it. The key's name
-    is authenticated but the row is not: whoever can write to the tables can swap the payloads of two messages, but
-    cannot forge one.
+    is authenticated, and so are table, consumer, id and column: whoever can write to the tables can delete and repeat,
+    but neither forge a text nor move one to another message.
 
     Raises:
         ConfigurationError: no key, or an invalid one. Error messages never contain a key.
@@ -56,21 +58,32 @@ class AesGcm:
     def __repr__(self) -> str:
         return f"AesGcm({', '.join(self._keys)})"
 
-    def encode(self, data: bytes) -> bytes:
-        """Encrypt under the first key."""
-        head, nonce = _head(self.key_id), urandom(_NONCE_BYTES)
-        return head + nonce + self._keys[self.key_id].encrypt(nonce, data, _BOUND + head)
+    def encode(self, data: bytes, context: bytes | None = None) -> bytes:
+        """Encrypt under the first key.
 
-    def decode(self, data: bytes, key_id: str) -> bytes:
+        Args:
+            context: what the ciphertext is bound to: row and column.
+        """
+        form = _FORM if context is None else _BOUND_FORM
+        head, nonce = _head(form, self.key_id), urandom(_NONCE_BYTES)
+        bound = _BOUND + head + (context or b"")
+        return head + nonce + self._keys[self.key_id].encrypt(nonce, data, bound)
+
+    def decode(self, data: bytes, key_id: str, context: bytes | None = None) -> bytes:
         """Decrypt with the key that the ciphertext names.
 
         Args:
             key_id: the row's key, which may be newer than that of this ciphertext.
+            context: as for `encode`; a ciphertext of the form without one is not bound to it.
 
         Raises:
             ConfigurationError: another format, an unknown key, or altered bytes.
         """
-        if data[:1] != _FORM or len(data) < 2 or len(data) < 2 + data[1] + _NONCE_BYTES:
+        if (
+            data[:1] not in (_FORM, _BOUND_FORM)
+            or len(data) < 2
+            or len(data) < 2 + data[1] + _NONCE_BYTES
+        ):
             raise ConfigurationError(
                 f"A row of key {key_id!r} was not written by AesGcm: use the codec that wrote it."
             )
@@ -83,16 +96,17 @@ class AesGcm:
                 f"A row is encrypted with key {name!r}, and AesGcm has {', '.join(self._keys)}: add it after these."
             )
         try:
-            return cipher.decrypt(nonce, sealed, _BOUND + head)
+            bound = context if data[:1] == _BOUND_FORM else None
+            return cipher.decrypt(nonce, sealed, _BOUND + head + (bound or b""))
         except InvalidTag:
             raise ConfigurationError(
                 f"A row cannot be decrypted with key {name!r}: it was written with another key of this name, or its "
-                "bytes were altered in the database."
+                "bytes were altered or moved in the database."
             ) from None
 
 
-def _head(name: str) -> bytes:
-    return _FORM + bytes([len(name)]) + name.encode()
+def _head(form: bytes, name: str) -> bytes:
+    return form + bytes([len(name)]) + name.encode()
 
 
 def _name(name: object) -> str:

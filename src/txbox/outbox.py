@@ -35,7 +35,7 @@ from txbox.identity import (
 )
 from txbox.message import HeaderPairs, Headers, HeaderValue, Message
 from txbox.session import Transaction, run, run_async, twin_of
-from txbox.store.codec import Codec, Columns
+from txbox.store.codec import Codec, Columns, Row
 from txbox.store.dialect import Dialect
 
 if TYPE_CHECKING:
@@ -241,12 +241,17 @@ class Outbox:
                     "key": [message.key for message in messages],
                     "content_type": [kind for _, kind in bodies],
                     "headers": [
-                        self._columns.headers(self._headers(message, message_id, cause))
+                        self._columns.headers(
+                            self._headers(message, message_id, cause), Row(None, message_id)
+                        )
                         for message, message_id, (_, cause) in zip(
                             messages, ids, causes, strict=True
                         )
                     ],
-                    "payload": [self._columns.payload(payload) for payload, _ in bodies],
+                    "payload": [
+                        self._columns.payload(payload, Row(None, message_id))
+                        for message_id, (payload, _) in zip(ids, bodies, strict=True)
+                    ],
                     "cause_consumer": [
                         handling.consumer if handling else cause.consumer if cause else None
                         for handling, cause in causes

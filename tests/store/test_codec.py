@@ -99,7 +99,7 @@ def test_rows_of_an_earlier_release_are_read_without_their_credentials(database_
     """Headers that were written before there was a codec are plain, whatever key their payload has."""
     old = '[["authorization","open-sesame"],["x-one","plain-value"]]'
     seen: list[Any] = []
-    with opened(database_url, codec=Xor()) as shop:
+    with opened(database_url, codec=Xor(), plain="accept") as shop:
         shop.handler(lambda message, tx: seen.append(tuple(message.headers)), mode="stored")
         assert shop.deliver(paid("a", headers=HEADERS)) is Outcome.DEFERRED
         shop.raw.execute("UPDATE txbox_inbox SET headers = ?", (old,))

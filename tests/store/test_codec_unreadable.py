@@ -25,6 +25,7 @@ from txbox import (
 )
 from txbox.admin import Admin, InboxFilter, OutboxFilter, QuarantineFilter
 from txbox.events import MessageDead, MessageFailed, OutgoingFailed
+from txbox.store.codec import Row
 from txbox.store.dialect import LAST
 
 Connect = Callable[[str], AbstractContextManager[Any]]
@@ -136,7 +137,7 @@ def test_while_a_key_service_is_away_nothing_is_counted(sqlite_url: str, when: s
         if when == "encode":
             codec.fails = when
             with pytest.raises(StoreUnavailable):
-                shop.app.store.columns.payload(POISON)
+                shop.app.store.columns.payload(POISON, Row("billing", "a"))
             return
         assert shop.deliver(paid("a", POISON)) is Outcome.DEFERRED
         codec.fails = when
@@ -175,7 +176,7 @@ def test_an_outgoing_row_that_cannot_be_read_fails_and_the_others_leave(
 ) -> None:
     policy = RelayPolicy(retry=RetryPolicy(max_attempts=2, base=timedelta(0)))
     broker = Recorder()
-    with opened(database_url, codec=Picky("decode"), relaying=policy) as shop:
+    with opened(database_url, codec=Picky("decode"), plain="accept", relaying=policy) as shop:
         if destination == "broker":
             shop.app.publish(broker, topics=[TOPIC])
         else:

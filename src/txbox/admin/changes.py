@@ -46,7 +46,7 @@ from txbox.policy import HIDDEN, Limits
 from txbox.processing.failure import BROKEN
 from txbox.session import Session
 from txbox.store.activity import pause, resume
-from txbox.store.codec import Arrival, quarantine_hash
+from txbox.store.codec import Arrival, Row, quarantine_hash
 from txbox.store.inbox import InboxStore
 
 T = TypeVar("T")
@@ -654,7 +654,8 @@ async def _edit(
         if arrival.unreadable is not None:
             raise ConfigurationError(f"This message cannot be edited. {arrival.unreadable}")
         after = edited(arrival)
-        text = columns.error_back(error, row[_KEY_ID])
+        bound = Row(str(where.consumer), arrival.message_id)
+        text = columns.error_back(error, row[_KEY_ID], bound)
         if audit is not None:
             before = arrival.message.payload
             hashed = TOMBSTONE_HASH if before is None else sha256(before).digest()
@@ -664,9 +665,9 @@ async def _edit(
             # the key that a row names is that of all its columns: its error is written anew as well
             content = {
                 **named,
-                **columns.content(after),
+                **columns.content(after, bound),
                 "key_id": columns.key_id,
-                "error": None if text is None else columns.error(text),
+                "error": None if text is None else columns.error(text, bound),
             }
             await db.execute(store.dialect.statement("edit_write", content))
             await db.execute(audit.row(store.dialect, "edit", where, 1))

@@ -14,7 +14,7 @@ from txbox.errors import ConfigurationError, UnreadableMessage, UnusableMessage,
 from txbox.identity import DIGEST_PREFIX, canonical_id
 from txbox.message import Headers, Message
 from txbox.outcome import Status
-from txbox.store.codec import ENCODED_ERROR, Columns, decode_origin
+from txbox.store.codec import ENCODED_ERROR, Columns, Row, decode_origin
 from txbox.store.dialect import as_time
 from txbox.store.order import Waits
 
@@ -477,7 +477,7 @@ def stored_id(message_id: str) -> str:
 
 def row_of(columns: Columns, table: Table, found: Sequence[Any]) -> Any:
     """Read a row of a `…_list` query."""
-    return table.row(**_named(columns, _columns(table), found)[0])
+    return table.row(**_named(columns, table, _columns(table), found)[0])
 
 
 def message_of(
@@ -489,12 +489,13 @@ def message_of(
     reveal: bool,
 ) -> Any:
     """Read a row of a `…_show` query, in the inbox with those of its attempts; what cannot be read is left out."""
-    values, key_id = _named(columns, (*_columns(table), *table.content), found)
+    values, key_id = _named(columns, table, (*_columns(table), *table.content), found)
+    bound = _bound(table, values)
     payload, unreadable = values["payload"], None
     size = None if payload is None else len(payload)
     if reveal or key_id is None:
         try:
-            payload = columns.payload_back(payload, key_id)
+            payload = columns.payload_back(payload, key_id, bound)
             size = None if payload is None else len(payload)
         except UnreadableMessage as error:
             payload, unreadable = None, str(error)
@@ -502,7 +503,7 @@ def message_of(
     payload, redacted = _shown(columns, "body", payload if reveal else None)
     values["payload"] = payload
     try:
-        headers = columns.headers_back(values["headers"], key_id)
+        headers = columns.headers_back(values["headers"], key_id, bound)
         values["headers"] = _headers(columns, headers, reveal=reveal)
     except UnreadableMessage as error:
         values["headers"] = ((_ENCODED_HEADERS, None),)
@@ -513,14 +514,15 @@ def message_of(
         result = values["result"]
         values["result_bytes"] = None if result is None else len(result)
         try:
-            result = columns.result_back(result) if reveal else None
+            result = columns.result_back(result, bound) if reveal else None
         except UnreadableMessage as error:
             result, unreadable = None, str(error)
         values["result"], hidden = _shown(columns, "result", result)
         redacted |= hidden
         names = [item.name for item in fields(RecordedAttempt)]
         values["history"] = tuple(
-            RecordedAttempt(**_named(columns, names, attempt, key_id)[0]) for attempt in attempts
+            RecordedAttempt(**_named(columns, table, names, attempt, key_id, bound)[0])
+            for attempt in attempts
         )
     return table.message(**values, redacted=redacted, unreadable=unreadable)
 
@@ -545,12 +547,13 @@ def quarantined(columns: Columns, found: Sequence[Any]) -> tuple[int, Message[An
     """
     values = dict(zip((*_columns(QUARANTINE), *QUARANTINE.content), found, strict=True))
     origin, time = decode_origin(values["origin"])
+    bound = _bound(QUARANTINE, values)
     message: Message[Any] = Message(
         topic=values["topic"] or "",
         type=values["type"],
         key=values["key"],
-        payload=columns.payload_back(values["payload"], values["key_id"]),
-        headers=columns.headers_back(values["headers"], values["key_id"]),
+        payload=columns.payload_back(values["payload"], values["key_id"], bound),
+        headers=columns.headers_back(values["headers"], values["key_id"], bound),
         content_type=values["content_type"],
         time=time,
         origin=origin,
@@ -591,8 +594,17 @@ def _columns(table: Table) -> tuple[str, ...]:
     return (*named, "key_id")
 
 
+def _bound(table: Table, values: Mapping[str, Any]) -> Row:
+    return Row(None if table is OUTBOX else values["consumer"], values["message_id"])
+
+
 def _named(
-    columns: Columns, names: Sequence[str], found: Sequence[Any], key_id: str | None = None
+    columns: Columns,
+    table: Table,
+    names: Sequence[str],
+    found: Sequence[Any],
+    key_id: str | None = None,
+    bound: Row | None = None,
 ) -> tuple[dict[str, Any], str | None]:
     """The columns of a row by name, decoded and redacted, and the key id of its codec."""
     values = dict(zip(names, found, strict=True))
@@ -607,7 +619,7 @@ def _named(
         elif name == "has_payload":
             values[name] = bool(value)
         elif name == "error":
-            known = columns.error_back(value, key_id)
+            known = columns.error_back(value, key_id, bound or _bound(table, values))
             values[name] = _ENCODED if known and known.startswith(ENCODED_ERROR) else known
         elif name == "reason":
             values[name] = columns.redact.error(value)

@@ -9,7 +9,8 @@ from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
-from typing import Any, Protocol
+from inspect import signature
+from typing import Any, Literal, NamedTuple, Protocol
 
 from txbox.boundaries import Boundary, blamed
 from txbox.errors import StoreUnavailable, TxboxError, UnreadableMessage, UnusableMessage
@@ -28,13 +29,25 @@ class Codec(Protocol):
 
     `key_id` names the current key; `decode` gets the id the row was written with. An exception is about the text or
     payload it was given, and costs that message an attempt. While a key service is away, raise StoreUnavailable: what
-    asked for it is repeated later.
+    asked for it is repeated later. If both methods take `context`, they get the same bytes, which name the row and the
+    column: authenticate them, and no text can be moved to another.
     """
 
     @property
     def key_id(self) -> str: ...
     def encode(self, data: bytes) -> bytes: ...
     def decode(self, data: bytes, key_id: str) -> bytes: ...
+
+
+class Row(NamedTuple):
+    """The row that a text belongs to. Inbox and quarantine are one: an edit moves the old content there as it is.
+
+    Attributes:
+        consumer: None in the outbox.
+    """
+
+    consumer: str | None
+    message_id: str
 
 
 @dataclass(slots=True)
@@ -136,8 +149,15 @@ def quarantine_hash(message: Message[Any], message_id: str) -> bytes:
 class Columns:
     """Converts messages to columns and rows to messages, through the codec if there is one."""
 
-    def __init__(self, codec: Codec | None = None, redact: Redaction | None = None) -> None:
+    def __init__(
+        self,
+        codec: Codec | None = None,
+        redact: Redaction | None = None,
+        plain: Literal["accept", "refuse"] = "refuse",
+    ) -> None:
         self._codec = codec
+        self._binds = codec is not None and _takes_context(codec)
+        self._refuses_plain = codec is not None and plain == "refuse"
         self.redact = redact or Redaction()
         #: Python's name of the database's encoding, if that lacks characters of Unicode; found out at start.
         self.encoding: str | None = None
@@ -191,7 +211,13 @@ class Columns:
         """The key that rows are written with now; None without a codec."""
         return self._codec.key_id if self._codec else None
 
-    def _encoded(self, data: bytes) -> bytes:
+    def _context(self, row: Row, column: str) -> dict[str, Any]:
+        if not self._binds:
+            return {}
+        table = "outbox" if row.consumer is None else "inbox"
+        return {"context": json.dumps([table, row.consumer, row.message_id, column]).encode()}
+
+    def _encoded(self, data: bytes, row: Row, column: str) -> bytes:
         """Encode with the codec.
 
         Raises:
@@ -199,7 +225,7 @@ class Columns:
         """
         assert self._codec is not None, "only a codec encodes"
         try:
-            return self._codec.encode(data)
+            return self._codec.encode(data, **self._context(row, column))
         except StoreUnavailable:
             raise
         except BaseException as error:
@@ -208,7 +234,7 @@ class Columns:
                 f"(boundary: {Boundary.CODEC})."
             ) from error
 
-    def _decoded(self, data: bytes, key_id: str) -> bytes:
+    def _decoded(self, data: bytes, key_id: str, row: Row, column: str) -> bytes:
         """Decode with the codec.
 
         Raises:
@@ -219,63 +245,68 @@ class Columns:
                 f"It is encoded with key {key_id}: pass App(codec=…) one that knows this key."
             )
         try:
-            return self._codec.decode(data, key_id)
+            return self._codec.decode(data, key_id, **self._context(row, column))
         except (StoreUnavailable, UnreadableMessage):
             raise
         except BaseException as error:
             blamed(error)
             raise _unreadable(error) from error
 
-    def payload(self, payload: bytes | None) -> bytes | None:
+    def payload(self, payload: bytes | None, row: Row) -> bytes | None:
         """Write a payload column.
 
         Raises:
             UnusableMessage: the codec fails on it.
         """
-        return self._encoded(payload) if self._codec and payload is not None else payload
+        if self._codec is None or payload is None:
+            return payload
+        return self._encoded(payload, row, "payload")
 
-    def headers(self, headers: Headers) -> str | None:
+    def headers(self, headers: Headers, row: Row) -> str | None:
         """Write a headers column: JSON without credentials, prefixed if a codec has encoded it.
 
         Raises:
             UnusableMessage: as for `payload`.
         """
         text = encode_headers(headers)
-        return None if text is None else self._text(text)
+        return None if text is None else self._text(text, row, "headers")
 
-    def headers_back(self, text: str | None, key_id: str | None) -> Headers:
-        """Read a headers column. Rows written before the codec was introduced are plain.
+    def headers_back(self, text: str | None, key_id: str | None, row: Row) -> Headers:
+        """Read a headers column.
 
         Raises:
             UnreadableMessage: as for `payload_back`.
         """
+        if text and self._refuses_plain and (key_id is None or not text.startswith(ENCODED_ERROR)):
+            raise _plain("headers")
         try:
-            return decode_headers(self._text_back(text, key_id))
+            return decode_headers(self._text_back(text, key_id, row, "headers"))
         except (TypeError, ValueError, RecursionError) as error:
             raise _unreadable(error) from error
 
-    def error(self, text: str) -> str:
+    def error(self, text: str, row: Row) -> str:
         """Write an error column: the redacted text, prefixed if a codec has encoded it.
 
         Args:
             text: redacted once before it was cut to its size, so that there is no other bound here.
         """
         try:
-            return self._text(self.redact.error(text, len(text)))
+            return self._text(self.redact.error(text, len(text)), row, "error")
         except UnusableMessage:
             # a failure is recorded all the same
             return "(withheld: App(codec=…) failed on this text)"
 
-    def _text(self, text: str) -> str:
+    def _text(self, text: str, row: Row, column: str) -> str:
         if self._codec is None:
             return text
-        return ENCODED_ERROR + base64.b64encode(self._encoded(text.encode())).decode()
+        encoded = self._encoded(text.encode(), row, column)
+        return ENCODED_ERROR + base64.b64encode(encoded).decode()
 
     def told(self, error: str) -> str:
         """Return an error text for events and logs; hidden if a codec encodes it at rest."""
         return self.redact.error(error) if self._codec is None else HIDDEN_ERROR
 
-    def error_back(self, text: str | None, key_id: str | None) -> str | None:
+    def error_back(self, text: str | None, key_id: str | None, row: Row) -> str | None:
         """Read an error column for people; if it cannot be decoded, say why.
 
         Redaction also applies to rows written before its rules existed.
@@ -287,7 +318,7 @@ class Columns:
         if text.startswith(ENCODED_ERROR) and self._codec is None:
             return f"(encoded with key {key_id})"
         try:
-            plain = self._text_back(text, key_id) or ""
+            plain = self._text_back(text, key_id, row, "error") or ""
             return self.redact.error(plain, len(plain))
         except (UnreadableMessage, ValueError) as error:
             # one such row must not hide a page of others
@@ -295,12 +326,13 @@ class Columns:
                 f"({error})" if isinstance(error, UnreadableMessage) else f"({_unreadable(error)})"
             )
 
-    def _text_back(self, text: str | None, key_id: str | None) -> str | None:
+    def _text_back(self, text: str | None, key_id: str | None, row: Row, column: str) -> str | None:
         if text is None or key_id is None or not text.startswith(ENCODED_ERROR):
             return text
-        return self._decoded(base64.b64decode(text.removeprefix(ENCODED_ERROR)), key_id).decode()
+        encoded = base64.b64decode(text.removeprefix(ENCODED_ERROR))
+        return self._decoded(encoded, key_id, row, column).decode()
 
-    def payload_back(self, payload: Any, key_id: str | None) -> bytes | None:
+    def payload_back(self, payload: Any, key_id: str | None, row: Row) -> bytes | None:
         """Read a payload column.
 
         Raises:
@@ -308,23 +340,29 @@ class Columns:
         """
         if payload is None:
             return None
-        return bytes(payload) if key_id is None else self._decoded(bytes(payload), key_id)
+        if key_id is not None:
+            return self._decoded(bytes(payload), key_id, row, "payload")
+        if self._refuses_plain:
+            raise _plain("payload")
+        return bytes(payload)
 
-    def result(self, result: bytes) -> bytes:
+    def result(self, result: bytes, row: Row) -> bytes:
         """Encode a handler's result along with the key's name, because the row's key_id is that of its payload."""
         if self._codec is None:
             return result
-        return b"\0" + self._codec.key_id.encode() + b"\0" + self._encoded(result)
+        return b"\0" + self._codec.key_id.encode() + b"\0" + self._encoded(result, row, "result")
 
-    def result_back(self, result: Any) -> bytes | None:
+    def result_back(self, result: Any, row: Row) -> bytes | None:
         """Read a result column, the way `payload_back` reads a payload."""
         if result is None:
             return None
         kept = bytes(result)
         if not kept.startswith(b"\0"):  # JSON never does
+            if self._refuses_plain:
+                raise _plain("result")
             return kept
         key_id, _, encoded = kept[1:].partition(b"\0")
-        return self.payload_back(encoded, key_id.decode("utf-8", "backslashreplace"))
+        return self._decoded(encoded, key_id.decode("utf-8", "backslashreplace"), row, "result")
 
     def row(self, arrival: Arrival) -> dict[str, Any]:
         """Return what a processed row keeps of a message."""
@@ -351,18 +389,20 @@ class Columns:
             "payload_hash": [arrival.hash for arrival in arrivals],
         }
 
-    def whole(self, arrivals: Sequence[Arrival]) -> dict[str, list[Any]]:
+    def whole(self, consumer: str, arrivals: Sequence[Arrival]) -> dict[str, list[Any]]:
         """Return all columns, for rows that keep their payload."""
-        kept = [self.content(arrival.message) for arrival in arrivals]
+        kept = [
+            self.content(arrival.message, Row(consumer, arrival.message_id)) for arrival in arrivals
+        ]
         return self.slim(arrivals) | {name: [row[name] for row in kept] for name in kept[0]}
 
-    def content(self, message: Message[Any]) -> dict[str, Any]:
+    def content(self, message: Message[Any], row: Row) -> dict[str, Any]:
         """Return the values that only rows with a payload have."""
         return {
             "content_type": message.content_type,
-            "headers": self.headers(message.headers),
+            "headers": self.headers(message.headers, row),
             "origin": encode_origin(message.origin, message.time),
-            "payload": self.payload(message.payload),
+            "payload": self.payload(message.payload, row),
         }
 
     def arrival(self, consumer: str, row: Sequence[Any]) -> Leased:
@@ -376,7 +416,9 @@ class Columns:
         body: bytes | None = None
         carried, unreadable = Headers(), None
         try:
-            body, carried = self.payload_back(payload, key_id), self.headers_back(headers, key_id)
+            bound = Row(consumer, message_id)
+            body = self.payload_back(payload, key_id, bound)
+            carried = self.headers_back(headers, key_id, bound)
         except UnreadableMessage as error:
             body, unreadable = None, error
             error.stored = {
@@ -401,6 +443,24 @@ class Columns:
         hashed = None if hashed is None else bytes(hashed)
         arrival = Arrival(message, message_id, hashed, unreadable=unreadable)
         return Leased(arrival, attempts, starts, number)
+
+
+def _takes_context(codec: Codec) -> bool:
+    """Whether both methods of a codec take the `context` that names row and column."""
+    try:
+        return all(
+            "context" in signature(method).parameters for method in (codec.encode, codec.decode)
+        )
+    except (TypeError, ValueError):
+        # of some builtins there is none
+        return False
+
+
+def _plain(what: str) -> UnreadableMessage:
+    return UnreadableMessage(
+        f"Its {what} is plain, though App(codec=…) encodes: somebody has altered the row, or it is from before there "
+        'was a codec, and App(plain="accept") reads it.'
+    )
 
 
 def _unreadable(error: BaseException) -> UnreadableMessage:

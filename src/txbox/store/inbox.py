@@ -15,7 +15,7 @@ from txbox.message import Message
 from txbox.outcome import Status
 from txbox.policy import RetryPolicy
 from txbox.session import Result, Session, Statement, Statements, Transaction
-from txbox.store.codec import Arrival, Columns, quarantine_hash
+from txbox.store.codec import Arrival, Columns, Row, quarantine_hash
 from txbox.store.dialect import Dialect
 
 _NOTHING: dict[str, Any] = {}
@@ -161,7 +161,7 @@ class InboxStore:
             statement = self.dialect.statement(
                 "claim_kept",
                 {**params, "key_id": self.columns.key_id},
-                self.columns.whole(arrivals),
+                self.columns.whole(consumer, arrivals),
             )
         elif len(arrivals) == 1 and (single := self.dialect.queries["claim_single"]):
             # as `Columns.row` has it, without the call: nearly every message comes this way
@@ -385,7 +385,7 @@ class InboxStore:
         """
         params: dict[str, Any] = {"consumer": consumer, "token": token, "delay_s": delay_s}
         params["key_id"] = self.columns.key_id
-        return self.dialect.statement("store", params, self.columns.whole(arrivals))
+        return self.dialect.statement("store", params, self.columns.whole(consumer, arrivals))
 
     async def stored(
         self,
@@ -407,7 +407,7 @@ class InboxStore:
         return self.dialect.statement(
             "return_payload",
             {
-                **self.columns.content(arrival.message),
+                **self.columns.content(arrival.message, Row(consumer, arrival.message_id)),
                 "consumer": consumer,
                 "message_id": arrival.message_id,
                 "payload_hash": arrival.hash,
@@ -443,7 +443,7 @@ class InboxStore:
         kept = message
         if message.payload is not None and len(message.payload) > payload_limit:
             kept = replace(message, payload=message.payload[:payload_limit])
-        content = {**_NO_CONTENT} if bare else self.columns.content(kept)
+        content = {**_NO_CONTENT} if bare else self.columns.content(kept, Row(consumer, message_id))
         params = {
             **content,
             "consumer": consumer,
@@ -595,14 +595,15 @@ class InboxStore:
         elif arrival.unreadable is not None:
             content = arrival.unreadable.stored
         else:
-            content = {**self.columns.content(arrival.message), "key_id": self.columns.key_id}
+            row = Row(consumer, arrival.message_id)
+            content = {**self.columns.content(arrival.message, row), "key_id": self.columns.key_id}
         params = {
             **self.columns.row(arrival),
             "has_payload": not bare,
             **content,
             "consumer": consumer,
             "error_type": failure.error_type,
-            "error": self._error(arrival, failure),
+            "error": self._error(consumer, arrival, failure),
             "fingerprint": failure.fingerprint,
             "final": failure.final,
             "delay_s": failure.delay_s,
@@ -612,12 +613,11 @@ class InboxStore:
         }
         return self.columns.fitting(params)
 
-    def _error(self, arrival: Arrival, failure: Failure) -> str:
+    def _error(self, consumer: str, arrival: Arrival, failure: Failure) -> str:
         # the key of an unreadable row stays, so its error is not encoded: it quotes nothing of the content
-        plain = arrival.unreadable is not None
-        return (
-            self.columns.redact.error(failure.error) if plain else self.columns.error(failure.error)
-        )
+        if arrival.unreadable is not None:
+            return self.columns.redact.error(failure.error)
+        return self.columns.error(failure.error, Row(consumer, arrival.message_id))
 
     def failed_attempt(
         self,
@@ -639,7 +639,7 @@ class InboxStore:
             arrival.message.attempt if number is None else number,
             status=status,
             error_type=failure.error_type,
-            error=self._error(arrival, failure),
+            error=self._error(consumer, arrival, failure),
             fingerprint=failure.fingerprint,
         )
 
@@ -652,7 +652,7 @@ class InboxStore:
             {
                 "consumer": consumer,
                 "message_id": message_id,
-                "result": self.columns.result(result),
+                "result": self.columns.result(result, Row(consumer, message_id)),
             },
         )
 
@@ -674,7 +674,9 @@ class InboxStore:
         """
         params = {"consumer": consumer, "message_id": message_id}
         answer = await db.execute(self.dialect.statement("result", params))
-        return self.columns.result_back(answer.rows[0][0]) if answer.rows else None
+        if not answer.rows:
+            return None
+        return self.columns.result_back(answer.rows[0][0], Row(consumer, message_id))
 
     async def kept_message(
         self, db: Transaction, consumer: str, message_id: str

@@ -132,7 +132,9 @@ def storing(
         return store.storing(consumer, arrivals, token=token)
     params: dict[str, Any] = {"consumer": consumer, "token": token}
     params |= {"lease_s": lease.duration.total_seconds(), "key_id": store.columns.key_id}
-    statement = store.dialect.statement("store_leased", params, store.columns.whole(arrivals))
+    statement = store.dialect.statement(
+        "store_leased", params, store.columns.whole(consumer, arrivals)
+    )
     # one crash point, whichever form the storing takes
     return statement._replace(name="store")
 

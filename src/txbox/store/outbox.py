@@ -11,7 +11,7 @@ from typing import Any
 from txbox.errors import LONGEST, UnreadableMessage
 from txbox.message import Headers, Message
 from txbox.session import Session, Statement, Transaction
-from txbox.store.codec import Columns
+from txbox.store.codec import Columns, Row
 from txbox.store.dialect import Dialect, as_time
 
 # pages per transaction, so that a long run of waiting keys does not hold anybody up
@@ -255,8 +255,9 @@ class OutboxStore:
         )
         carried, unreadable = Headers(), None
         try:
-            carried = self.columns.headers_back(headers, key_id)
-            payload = self.columns.payload_back(payload, key_id)
+            bound = Row(None, row_id)
+            carried = self.columns.headers_back(headers, key_id, bound)
+            payload = self.columns.payload_back(payload, key_id, bound)
         except UnreadableMessage as error:
             payload, unreadable = None, error
         message: Message[Any] = Message(
@@ -292,7 +293,7 @@ class OutboxStore:
                 # what a destination asks for may be any time
                 "delay_s": min(delay_s, LONGEST.total_seconds()),
                 "error_type": error_type,
-                "error": self.columns.error(error),
+                "error": self.columns.error(error, Row(None, row.id)),
             },
         )
 
