@@ -163,7 +163,7 @@ def test_a_host_that_was_not_named_is_refused(host: str, app: App, serve: Serve)
     [
         ("localhost", True), ("localhost:8484", True), ("127.0.0.1:1", True), ("[::1]:8484", True), ("[::1]", True),
         ("ops.example", True), ("OPS.example:443", True), ("ops.example.evil", False), ("x:localhost", False),
-        ("10.0.0.1", False),
+        ("10.0.0.1", False), ("localhost:80@evil.example", False), ("localhost:\u0661", False), ("localhost:", True),
     ],
 )  # fmt: skip
 def test_hosts_that_are_known(host: str, known: bool) -> None:

@@ -334,7 +334,11 @@ def known_host(host: str, allowed: Iterable[str]) -> bool:
         allowed: hosts beside loopback; one without a port matches any port.
     """
     name = host.lower()
-    bare = name if name.endswith("]") else name.rpartition(":")[0] or name
+    bare, colon, port = name.rpartition(":")
+    if not colon or name.endswith("]"):
+        bare = name
+    elif port and not (port.isascii() and port.isdigit()):
+        return False
     return bare in _LOOPBACK or any(known.lower() in (name, bare) for known in allowed)
 
 
