@@ -438,3 +438,20 @@ def test_another_header_of_that_name_stays_one(text: str) -> None:
     delivery = envelope.KAFKA.delivery("t", b"x", {"txbox-headers": text}, origin={}, tag=0)
     assert delivery.message is not None
     assert delivery.message.headers.get("txbox-headers") == (None if text == "{}" else text)
+
+
+# -- in HTTP ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (b"a%20b", "a b"), (b"%E2%82%AC", "€"), (b"100%", "100%"), (b"%zz", "%zz"), (b"%2541", "%41"),
+        (b'"a \\"b\\" c"', 'a "b" c'), (b'"a%20b"', "a b"), (b'"', '"'), (b'a "b"', 'a "b"'),
+        (b"%FF", "%FF"), (b"\xc3\xa9", b"\xc3\xa9"), (b"", ""), (b'""', ""),
+    ],
+)  # fmt: skip
+def test_attributes_in_http(value: bytes, expected: str | bytes) -> None:
+    assert envelope.from_http("ce-subject", value) == expected
+    plain = value if isinstance(expected, bytes) else value.decode()
+    assert envelope.from_http("x-subject", value) == plain

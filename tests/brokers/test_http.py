@@ -27,7 +27,7 @@ from tests.support.proxy import closed_port
 from tests.support.waiting import DEADLINE_S, room
 from tests.support.webhook.senders import STANDARD_SECRET, Endpoint, serving
 from txbox import App, Message, Outgoing, RelayPolicy, RetryPolicy
-from txbox.brokers.envelope import HTTP
+from txbox.brokers.envelope import HTTP, as_binary
 from txbox.brokers.http import Http, _retry_after_s, is_public
 from txbox.brokers.webhook import StandardWebhooks, Webhook
 from txbox.errors import (
@@ -38,6 +38,8 @@ from txbox.errors import (
     NotTried,
 )
 from txbox.events import Event, OutgoingDead, OutgoingFailed, RelayPaused
+from txbox.identity import message_id, scoped_id
+from txbox.outcome import Outcome
 from txbox.session import drive
 from txbox.worker.relay import Relay
 
@@ -489,7 +491,7 @@ def test_short_secret_is_refused() -> None:
     "more",
     [
         {"headers": (("a b", "1"),)}, {"headers": (("a", "1\r\nx: 2"),)}, {"headers": (("a", b"\xff"),)},
-        {"headers": (("a", "\udc80"),)}, {"payload": None}, {"type": "a\nb"},
+        {"headers": (("a", "\udc80"),)}, {"payload": None}, {"type": "\udc80"},
     ],
 )  # fmt: skip
 def test_what_http_cannot_carry_is_refused_and_not_sent(more: dict[str, Any]) -> None:
@@ -547,6 +549,38 @@ def test_an_unreachable_endpoint_is_named_without_its_path() -> None:
             publisher.publish([message()], WITHIN_S)
     assert "sEcReT" not in str(caught.value)
     assert "hIdDeN" not in str(caught.value)
+
+
+def test_attributes_are_percent_encoded_and_read_back() -> None:
+    """By the CloudEvents HTTP binding, section 3.1.3.2; other headers are sent as they are."""
+    received: list[Message[Any]] = []
+
+    async def process(message: Message[Any]) -> Outcome:
+        received.append(message)
+        return Outcome.PROCESSED
+
+    hook, endpoint_app = Webhook(process, topic="t", verify=lambda *_: True), Scripted()
+    texts = ["Euro € 😀", 'a "quoted" b', "100%", "%41", "two\nlines", "a b", "plain-1:/?&=~", "\\"]
+    for name, application in (("raw", endpoint_app), ("read", hook)):
+        with serving(application) as endpoint:
+            for text in texts:
+                headers = (("ce-note", text), ("x-note", "50%41"))
+                sent = message(name, key=text, type=text, headers=headers)
+                sent = as_binary(sent, f"/shop/{text}", HTTP.prefix)
+                assert answers(Http(url(endpoint), private=True), sent) == [None]
+    raw = [headers for _, headers, _ in endpoint_app.requests]
+    for attribute in ("ce-subject", "ce-type", "ce-note"):
+        assert [headers[attribute] for headers in raw] == [
+            "Euro%20%E2%82%AC%20%F0%9F%98%80", "a%20%22quoted%22%20b", "100%25", "%2541", "two%0Alines", "a%20b",
+            "plain-1:/?&=~", "\\",
+        ]  # fmt: skip
+    for text, found in zip(texts, received, strict=True):
+        assert found.type == text
+        assert [found.headers.text(f"ce-{name}") for name in ("subject", "note")] == [text, text]
+        assert found.headers.text("ce-source") == f"/shop/{text}"
+        assert {headers["x-note"] for headers in raw} == {"50%41"}
+        assert found.headers.text("x-note") == "50%41"
+        assert message_id(found) == scoped_id(f"/shop/{text}", "read")
 
 
 # -- through the relay -------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tests.support.brokers.conformance import SourceConformance, each_once, serv
 from tests.support.brokers.rabbitmq import (
     HOSTILE,
     STAND_IN,
+    STAND_IN_TIME,
     declare,
     ids,
     left,
@@ -184,6 +185,22 @@ def test_what_no_client_can_decode_is_a_problem_and_the_rest_goes_on(
             assert (delivery.topic, delivery.raw) == (queue, raw)
         source.settle([first, by_property, by_name, by_value, last])
     assert left(rabbitmq_url, queue) == 0
+
+
+def test_a_time_before_1970_costs_neither_id_nor_headers(rabbitmq_url: str, queue: str) -> None:
+    described: dict[str, Any] = {
+        "type": "order.paid", "content_type": "text/x", "correlation_id": "c1", "priority": 1,
+        "headers": {"note": "é", "nested": {"list": [1]}}, "timestamp": STAND_IN_TIME, "app_id": "shop",
+    }  # fmt: skip
+    publish(rabbitmq_url, queue, note("m1", **described), note("m2", timestamp=STAND_IN_TIME))
+    with opened_source(rabbitmq_url, queue) as source:
+        first, second = received(source, 2)
+        assert ids([first, second]) == ["m1", "m2"]
+        message = first.message
+        assert message is not None
+        assert (message.time, message.type, message.content_type) == (None, "order.paid", "text/x")
+        assert dict(message.headers) == {"note": "é", "nested": '{"list": [1]}'}
+        assert message.origin["correlation_id"] == "c1"
 
 
 def test_a_routing_key_that_is_no_text(rabbitmq_url: str, queue: str) -> None:

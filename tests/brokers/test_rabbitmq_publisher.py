@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -72,6 +73,13 @@ class TestRabbitMQPublisher(PublisherConformance):
 
         with pytest.raises(AMQPConnectionError, match="has ended"):
             asyncio.run(ended())
+
+    def test_a_time_that_the_property_cannot_hold_is_a_header(self, rig: Rig) -> None:
+        times = [datetime(year, 1, 1, tzinfo=UTC) for year in (1, 1969, 1970, 2106, 2107, 9999)]
+        batch = [message(rig, f"m{at.year}", time=at) for at in times]
+        with publisher_of(rig) as publisher:
+            assert list(publisher.publish(batch, WITHIN_S)) == [None] * len(times)
+        assert [found.time for found in arrived(rig, len(times))] == times
 
     def test_a_queue_that_never_confirms_costs_its_own_messages_alone(self, rig: Rig) -> None:
         """Like a quorum queue without a majority: messages the other queues confirmed stay confirmed."""

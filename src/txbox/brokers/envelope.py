@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
 from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
 
 from txbox.boundaries import Boundary, is_contents
 from txbox.brokers.base import Delivery
@@ -414,6 +415,30 @@ def as_structured(message: Message[Any], source: str) -> Message[Any]:
     attributes = json.dumps(_attributes(message, source), separators=(",", ":"))
     event = f"{attributes[:-1]}{_data_member(message)}}}"
     return replace(message, payload=event.encode(), content_type=EVENT)
+
+
+#: Of what may stand in a header, only these are not sent as they are.
+_UNQUOTED = "".join(char for char in map(chr, range(0x21, 0x7F)) if char not in '"%')
+_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+
+def to_http(name: str, text: str) -> str:
+    """Return the value of an HTTP header; a CloudEvents attribute's is percent-encoded, as their HTTP binding says."""
+    return quote(text, safe=_UNQUOTED) if name.lower().startswith(HTTP.prefix) else text
+
+
+def from_http(name: str, value: bytes) -> HeaderValue:
+    """Return what an HTTP header says; anything but ASCII stays bytes, because HTTP defines no encoding."""
+    if not value.isascii():
+        return value
+    text = value.decode()
+    if name.startswith(HTTP.prefix):
+        if quoted := _QUOTED.fullmatch(text):
+            # as older releases of the binding wrote it
+            text = re.sub(r"\\(.)", r"\1", quoted[1])
+        with suppress(UnicodeDecodeError):
+            text = unquote(text, errors="strict")
+    return text
 
 
 def _attributes(message: Message[Any], source: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ from aiohttp.resolver import ThreadedResolver
 
 from txbox.boundaries import Boundary, is_contents
 from txbox.brokers.base import Batch
-from txbox.brokers.envelope import HTTP
+from txbox.brokers.envelope import HTTP, to_http
 from txbox.brokers.loop import LoopPublisher
 from txbox.brokers.webhook import standard_key
 from txbox.errors import (
@@ -258,6 +258,7 @@ class HttpPublisher(LoopPublisher):
                 continue
             try:
                 text = "" if value is None else value if isinstance(value, str) else value.decode()
+                text = to_http(name, text)
                 text.encode()
             except UnicodeError:
                 raise MessageRefused(f"The header {name!r} is not UTF-8: leave it out.") from None

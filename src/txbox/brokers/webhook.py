@@ -19,9 +19,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, cast
 
 from txbox.boundaries import log as _log
-from txbox.brokers.envelope import clock
+from txbox.brokers.envelope import clock, from_http
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
-from txbox.message import Headers, HeaderValue, Message
+from txbox.message import Headers, Message
 from txbox.outcome import Answer, Outcome
 
 # -- who sent it: the signatures of GitHub, Stripe and Standard Webhooks ------------------------------
@@ -545,12 +545,8 @@ async def answer(
 
 
 def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> Headers:
-    return Headers((name.decode("latin-1").lower(), _value(value)) for name, value in pairs)
-
-
-def _value(value: bytes) -> HeaderValue:
-    # HTTP defines no encoding: anything but ASCII stays bytes
-    return value.decode("ascii") if value.isascii() else value
+    names = ((name.decode("latin-1").lower(), value) for name, value in pairs)
+    return Headers((name, from_http(name, value)) for name, value in names)
 
 
 def _over(digits: str, limit: int) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import aio_pika
@@ -25,6 +27,9 @@ from txbox.errors import BrokerUnavailable
 
 HOSTILE = b"\xff\xfe\xfd\xfc\xfb\xfa\xf9"
 STAND_IN = "HOSTILE"
+#: A timestamp that stands in for one before 1970.
+STAND_IN_TIME = datetime(2001, 2, 3, 4, 5, 6, tzinfo=UTC)
+_BEFORE_1970 = struct.pack(">q", -1)
 
 
 class _HostileTransport(TransportFactory):
@@ -35,7 +40,13 @@ class _HostileTransport(TransportFactory):
         writer: Any
         reader, writer = await TCPTransportFactory().create(url, **options)
         write = writer.write
-        writer.write = lambda data: write(bytes(data).replace(STAND_IN.encode(), HOSTILE))
+        stand_in_time = struct.pack(">q", int(STAND_IN_TIME.timestamp()))
+
+        def hostile(data: Any) -> None:
+            sent = bytes(data).replace(STAND_IN.encode(), HOSTILE)
+            write(sent.replace(stand_in_time, _BEFORE_1970))
+
+        writer.write = hostile
         return reader, writer
 
 

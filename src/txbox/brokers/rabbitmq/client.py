@@ -24,6 +24,12 @@ TROUBLE = (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, StopAsync
 _FRAME_HEADER_BYTES = 7
 _METHOD, _CONTENT_HEADER = 1, 2
 _DELIVER = struct.pack(">HH", 60, 60)
+# of a content header: where its flags are, the properties before the timestamp (by flag; 0 bytes stand for a short
+# string), and the flag of the timestamp
+_FLAGS_AT = _FRAME_HEADER_BYTES + 12
+_HEADERS = 13
+_BEFORE_TIMESTAMP = {15: 0, 14: 0, _HEADERS: 4, 12: 1, 11: 1, 10: 0, 9: 0, 8: 0, 7: 0}
+_TIMESTAMP = 1 << 6
 
 
 class Connection(aio_pika.Connection):
@@ -108,6 +114,9 @@ class _Frames:
             return start + await self._reader.readexactly(1)
         frame = start + await self._reader.readexactly(length + 1)
         if kind == _CONTENT_HEADER and not _readable(frame):
+            timeless = _without_timestamp(frame)
+            if _readable(timeless):
+                return timeless
             (size,) = struct.unpack_from(">Q", frame, _FRAME_HEADER_BYTES + 4)
             marked = commands.Basic.Properties(content_type=self._mark)
             return pamqp.frame.marshal(
@@ -128,6 +137,26 @@ def _readable(frame: bytes) -> bool:
     except Exception:  # noqa: BLE001  # untrusted bytes, in a decoder that may raise anything
         return False
     return True
+
+
+def _without_timestamp(frame: bytes) -> bytes:
+    """Return a content header without its timestamp: one before 1970 or in nanoseconds is no time to the client."""
+    (flags,) = struct.unpack_from(">H", frame, _FLAGS_AT)
+    if not flags & _TIMESTAMP:
+        return frame
+    at = _FLAGS_AT + 2
+    try:
+        for flag, width in _BEFORE_TIMESTAMP.items():
+            if flags >> flag & 1:
+                at += width or 1 + frame[at]
+                if flag == _HEADERS:
+                    at += struct.unpack_from(">I", frame, at - 4)[0]
+    except (struct.error, IndexError):
+        return frame
+    properties = frame[_FLAGS_AT + 2 : at] + frame[at + 8 : -1]
+    content = frame[_FRAME_HEADER_BYTES:_FLAGS_AT] + struct.pack(">H", flags & ~_TIMESTAMP)
+    length = len(content) + len(properties)
+    return frame[:3] + struct.pack(">I", length) + content + properties + frame[-1:]
 
 
 def _with_readable_names(frame: bytes, channel: int) -> bytes:

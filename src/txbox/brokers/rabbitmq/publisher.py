@@ -43,6 +43,8 @@ _OF_A_MESSAGE = (
     ConnectionUnexpectedFrame,
 )
 _PART = 1000
+# of the property: clients take more seconds for milliseconds, and cannot write fewer than none
+_TIMESTAMP_MAX = 0xFFFFFFFF
 _SHORT_BYTES_MAX = 255
 _FRAME_BYTES = 8
 _PERSISTENT = 2
@@ -247,12 +249,15 @@ def _entry(message: Message[Any], bytes_max: int) -> _Sent:
             headers[name].append(_value(value))
         else:
             headers[name] = [headers[name], _value(value)]
+    at = message.time
+    if at is not None and not 0 <= at.timestamp() <= _TIMESTAMP_MAX:
+        headers["time"], at = at.isoformat(), None
     properties = commands.Basic.Properties(
         content_type=_short("content type", message.content_type),
         headers=headers,
         delivery_mode=_PERSISTENT,
         message_id=_short("id", _id(message)),
-        timestamp=None if message.time is None else message.time.astimezone(UTC),
+        timestamp=None if at is None else at.astimezone(UTC),
         message_type=_short("type", message.type),
     )
     _short("topic", message.topic)
