@@ -223,6 +223,48 @@ def test_each_of_several_processes_sets_django_up(
     assert raw(shop).value("SELECT status FROM txbox_inbox") == "dead"
 
 
+_TESTS_SETTINGS = """
+from settings import *
+DATABASES = {{"default": {database!r} | {{"TEST": {{"NAME": {name!r}, "MIGRATE": {migrate}}}}}}}
+"""
+_TESTS = """
+from django.db import connection, transaction
+from django.test import TestCase, TransactionTestCase
+from shop.messages import app
+from shop.models import Order
+from txbox import Message, Outcome
+from txbox.integrations.django.models import OutgoingMessage
+
+class Process:
+    def process(self):
+        Order.objects.create(number=7)
+        message = Message(id="m-7", topic="orders", payload=b'{"number": 7}')
+        self.assertEqual(app.process(message), Outcome.PROCESSED)
+        self.assertEqual(app.process(message), Outcome.DUPLICATE)
+        with transaction.atomic():
+            app.outbox.stage(connection, "orders", b"{}")
+        self.assertEqual(OutgoingMessage.objects.count(), 1)
+    test_1 = test_2 = process
+
+class Inside(Process, TestCase): pass
+class Flushed(Process, TransactionTestCase): pass
+"""
+
+
+@pytest.mark.parametrize("migrate", [False, True])
+@pytest.mark.parametrize("vendor", ["postgresql", "sqlite3"])
+def test_a_test_run_with_and_without_migrations(
+    tmp_path: Path, shop: str, vendor: str, *, migrate: bool
+) -> None:
+    """Each test finds the tables, and no rows of the test before it, also where tests commit."""
+    name = f"{urlsplit(shop).path[1:]}_tests" if vendor == "postgresql" else str(tmp_path / "tests")
+    database = {"ENGINE": f"django.db.backends.{vendor}", "NAME": urlsplit(shop).path[1:]}
+    settings = _TESTS_SETTINGS.format(database=database, name=name, migrate=migrate)
+    (tmp_path / "settings_of_tests.py").write_text(settings)
+    (tmp_path / "tests.py").write_text(_TESTS)
+    _run(tmp_path, shop, "-m", "django", "test", "--settings", "settings_of_tests", "tests")
+
+
 def test_the_tables_on_every_database(
     empty_database_url: str, raw: Callable[[str], Raw], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,10 +27,10 @@ from faststream.kafka import KafkaBroker, TestKafkaBroker
 from faststream.kafka.annotations import KafkaMessage
 from faststream.kafka.message import KafkaAckableMessage
 from faststream.nats import NatsBroker
-from faststream.rabbit import RabbitBroker, RabbitQueue, TestRabbitBroker
+from faststream.rabbit import QueueType, RabbitBroker, RabbitQueue, TestRabbitBroker
 from faststream.redis import RedisBroker, StreamSub
 from nats.js.api import AckPolicy as NatsAck
-from nats.js.api import ConsumerConfig
+from nats.js.api import ConsumerConfig, DeliverPolicy
 
 from tests.support.brokers.kafka import committed, lag, new_group, new_topic
 from tests.support.brokers.rabbitmq import declare, left, on_server, publish_plain
@@ -314,6 +314,7 @@ def stacked(service: Service, *streams: StreamSub) -> Any:
         ({"stream": "s", "ordered_consumer": True}, "acknowledgements"),
         ({"stream": "s", "config": ConsumerConfig(ack_policy=NatsAck.NONE)}, "acknowledgements"),
         ({"stream": "s", "config": ConsumerConfig(max_deliver=3)}, "max_deliver=3"),
+        ({"stream": "s", "deliver_policy": DeliverPolicy.NEW}, "'new'"),
     ],
 )  # fmt: skip
 def test_what_nats_does_not_deliver_again_is_refused(
@@ -329,7 +330,34 @@ def test_what_nats_does_not_deliver_again_is_refused(
         service.ledger(subscribe)
     inbox = FastStreamInbox(app)
     fine = Service(app, NatsBroker(middlewares=[inbox]), inbox)
-    fine.ledger(fine.broker.subscriber("payments", stream="s", ack_policy=SAFE))
+    subscribe = partial(fine.broker.subscriber, "payments", stream="s", ack_policy=SAFE)
+    fine.ledger(subscribe(queue="q", deliver_policy=DeliverPolicy.NEW))
+
+
+_QUORUM = partial(RabbitQueue, "payments", QueueType.QUORUM)
+
+
+@pytest.mark.parametrize(
+    ("queue", "says"),
+    [
+        (RabbitQueue("payments", exclusive=True), "lasting"),
+        (RabbitQueue("payments", auto_delete=True), "lasting"),
+        (RabbitQueue("payments", QueueType.STREAM), "lasting"),
+        (_QUORUM(), "nacked 20 times"),
+        (_QUORUM(arguments={"x-delivery-limit": 100}), "nacked 20 times"),
+        (_QUORUM(arguments={"x-delivery-limit": -1}), None),
+        (_QUORUM(arguments={"x-dead-letter-exchange": "dead"}), None),
+        (RabbitQueue("payments"), None),
+    ],
+)  # fmt: skip
+def test_what_rabbitmq_gives_up_is_refused(app: App, queue: RabbitQueue, says: str | None) -> None:
+    service = rabbit(app)
+    subscribe = service.broker.subscriber(queue, ack_policy=SAFE)
+    if says is None:
+        service.ledger(subscribe)
+        return
+    with pytest.raises(ConfigurationError, match=says):
+        service.ledger(subscribe)
 
 
 def test_a_batch_is_refused(app: App) -> None:

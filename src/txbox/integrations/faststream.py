@@ -324,6 +324,25 @@ def _check_delivers_again(subscriber: Any, name: str) -> None:
                 f"{name}: Redis keeps an entry of {stream.name!r} for an acknowledgement only for a group without "
                 "no_ack=True: subscribe with StreamSub(…, group=…, consumer=…)."
             )
+    elif client == ["rabbit"]:
+        queue = subscriber.queue
+        arguments: Mapping[str, Any] = queue.arguments
+        kind = arguments.get("x-queue-type")
+        if queue.exclusive or queue.auto_delete or kind == "stream":
+            raise ConfigurationError(
+                f"{name}: RabbitMQ deletes an exclusive or auto_delete queue with the process that dies, and a stream "
+                "keeps no acknowledgements: subscribe to a lasting classic or quorum queue."
+            )
+        if (
+            kind == "quorum"
+            and not arguments.get("x-dead-letter-exchange")
+            and arguments.get("x-delivery-limit", 20) >= 0
+        ):
+            raise ConfigurationError(
+                f"{name}: a quorum queue deletes a message that was nacked 20 times (x-delivery-limit), which it soon "
+                "is while the database is away: declare it with x-dead-letter-exchange or, from RabbitMQ 4 on, with "
+                "x-delivery-limit -1."
+            )
     elif client == ["nats"]:
         if "StreamSubscriber" not in kinds:
             raise ConfigurationError(
@@ -336,6 +355,13 @@ def _check_delivers_again(subscriber: Any, name: str) -> None:
             raise ConfigurationError(
                 f"{name}: its JetStream consumer does not wait for acknowledgements: leave ordered_consumer= and "
                 "ack_policy NONE out."
+            )
+        start = getattr(subscriber.config.deliver_policy, "value", None) or "all"
+        lasts = subscriber.config.durable_name or getattr(subscriber, "queue", None)
+        if start != "all" and not lasts:
+            raise ConfigurationError(
+                f"{name}: its JetStream consumer ends with the process, and the next one begins at {start!r}, behind "
+                "what was not acknowledged: give it durable= or queue=."
             )
         if limit is not None and limit > 0:
             raise ConfigurationError(

@@ -10,10 +10,12 @@ from django.core import checks
 from django.db import Error, connections
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
+from django.db.models.signals import post_migrate
 
 from txbox.errors import StoreError
 from txbox.events import Event, MessageDead, OutgoingDead
 from txbox.integrations import django as integration
+from txbox.integrations.django.operations import after_migrate
 from txbox.session import drive
 from txbox.store import schema
 
@@ -29,6 +31,7 @@ class TxboxConfig(AppConfig):
         if _signal not in observers:
             observers.append(_signal)
         checks.register(check_tables, checks.Tags.database)
+        post_migrate.connect(after_migrate, sender=self)
 
 
 def _signal(event: Event) -> None:
