@@ -49,6 +49,7 @@ _SCRIPTS = {
     ),
 }
 
+_TEXTS = "::: texts\n"
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
@@ -78,10 +79,15 @@ def stage() -> None:
         elif path.suffix == ".md":
             text = path.read_text()
             todo += [found for found in _linked(path, text) if found not in done]
-            target.write_text(_relinked(path, text).replace("::: texts\n", _texts()))
+            text = _relinked(path, text)
+            # reads all of the source
+            target.write_text(text.replace(_TEXTS, _texts()) if _TEXTS in text else text)
         elif path.suffix in _CODE:
             name = path.relative_to(ROOT)
-            target.write_text(f"# {name}\n\n```{_CODE[path.suffix]}\n{path.read_text()}```\n")
+            # a reader who searches wants a page, or an example; not the test that a page names as its evidence
+            hidden = "" if name.parts[0] == "examples" else "---\nsearch:\n  exclude: true\n---\n"
+            code = f"```{_CODE[path.suffix]}\n{path.read_text()}```\n"
+            target.write_text(f"{hidden}# {name}\n\n{code}")
         else:
             shutil.copyfile(path, target)
 

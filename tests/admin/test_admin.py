@@ -14,7 +14,7 @@ from tests.support.backlog import fill
 from tests.support.databases import FreshDatabase, Raw
 from tests.support.waiting import DEADLINE_S
 from txbox import App, ConfigurationError, Headers, Message, Outcome, Reject
-from txbox.admin import Admin, InboxFilter, QuarantineFilter, views
+from txbox.admin import Admin, InboxFilter, OutboxFilter, QuarantineFilter, views
 from txbox.admin.tables import INBOX, QUARANTINE
 from txbox.events import Event, RowsChanged
 from txbox.testing import drain
@@ -543,3 +543,15 @@ def test_looking(shop: Shop, database: FreshDatabase) -> None:
         (hidden,) = admin.show(InboxFilter(consumer="ledger", message_id="z"))
         assert hidden.headers == (("auth", None),)
         assert admin.show(InboxFilter(consumer="billing", message_id="nothing")) == []
+
+
+def test_a_mistyped_filter_is_hinted_at(shop: Shop) -> None:
+    shop.deliver("a")
+    with Admin(shop.app) as admin:
+        hint = admin.hint(InboxFilter(consumer="biling"))
+        assert hint == "There is no consumer 'biling'; did you mean 'billing'?"
+        assert "did you mean 'orders'" in admin.hint(InboxFilter(topic="order"))
+        assert "did you mean 'orders'" in admin.hint(OutboxFilter(topic="ordres"))
+        assert admin.hint(InboxFilter(consumer="billing", topic="orders")) == ""
+        assert admin.hint(InboxFilter(consumer="quite another")) == ""
+        assert admin.hint(InboxFilter(consumer="billing" * 1000)) == ""

@@ -21,3 +21,8 @@ def test_the_command_prints_sentences_and_what_helps(sqlite_shop: Command) -> No
     assert told["places"][0]["sentences"][0]["kind"] == "dead"
     assert told["found"]["inbox"][0]["message"]["payload"] is None
     assert sqlite_shop("explain", "nothing", code=1).out.startswith("nothing: unknown")
+
+
+def test_a_mistyped_consumer_is_hinted_at(sqlite_shop: Command) -> None:
+    done = sqlite_shop("list", "--consumer", "biling")
+    assert "There is no consumer 'biling'; did you mean 'billing'?" in done.out

@@ -32,6 +32,15 @@ def test_links_out_of_docs_lead_to_what_is_staged() -> None:
     )
 
 
+def test_searching_the_site_finds_no_test() -> None:
+    build = _build()
+    build.stage()
+    (test, *_) = (build.PAGES / "files/tests").rglob("*.py.md")
+    (example, *_) = (build.PAGES / "files/examples").rglob("*.py.md")
+    assert test.read_text().startswith("---\nsearch:\n  exclude: true\n---\n")
+    assert example.read_text().startswith("# examples/")
+
+
 def test_the_api_as_markdown_has_signatures_and_docstrings() -> None:
     build = _build()
     directive = re.match(r"^::: (\S+)$", "::: txbox.inbox.Inbox")

@@ -197,7 +197,7 @@ def topics(statuses: Iterable[TopicStatus]) -> View:
 
 def sizes(tables: Iterable[TableSize]) -> View:
     """How large the tables are."""
-    view = View(("table", "rows", "indexes", "partitions"), [])
+    view = View(("table", "table size", "index size", "partitions"), [])
     for size in tables:
         parts = size.partitions if size.partitions > 1 else "-"
         sizes = _megabytes(size.table_bytes), _megabytes(size.index_bytes)

@@ -100,7 +100,8 @@ _ROUTES = (
     "App); any (whichever App publishes or consumes the topic)"
 )
 _CANARY = (
-    "retry one dead message, then ten, then all, while a worker runs; stop if the failure returns"
+    "retry one dead message, then ten, then five hundred at a time, while a worker runs; stop if the failure "
+    "returns"
 )
 _DESCRIBED = {
     "outbox": "Messages that were staged in the outbox, for a relay to send. Each is due, delayed (staged for later), "
@@ -453,7 +454,11 @@ def _print_replayed(args: argparse.Namespace, results: Sequence[Replayed]) -> bo
     if args.dry_run:
         print_line(views.done(sums["count"], "message", "replay", dry_run=True))
         return well
-    said = ", ".join(f"{sums[name]} {name}" for name in names[1:] if sums[name])
+    said = ", ".join(
+        counted(sums[name], "duplicate") if name == "duplicates" else f"{sums[name]:,} {name}"
+        for name in names[1:]
+        if sums[name]
+    )
     print_line(f"{counted(sums['count'])}: {said}" if sums["count"] else "No kept message matches.")
     if failures:
         print_table(*views.failures(failures))

@@ -196,11 +196,12 @@ def _list(args: argparse.Namespace) -> int:
     table = where.table
     with admin_of(args) as admin:
         rows = admin.list(where, limit=args.limit, before=args.before)
+        hint = "" if rows else admin.hint(where)
     more = place_of(rows[-1]) if len(rows) == args.limit else None
     if args.json:
         print_json({"quarantined" if table is QUARANTINE else "messages": rows, "before": more})
     elif not rows:
-        print_line(views.nothing(where))
+        print_line(shown(f"{views.nothing(where)} {hint}".strip()))
     else:
         print_table(*views.page(table, rows))
         if more is not None:

@@ -228,6 +228,7 @@ class Pages:
             "criteria": where.criteria(), "filters": [item.name for item in fields(where)], "given": asked.query,
             "more": None if found.behind is None else {**kept, "before": found.behind},
             "first": before is None, "live": before is None, "nothing": views.nothing(where),
+            "hint": "" if rows else asked.admin.hint(where),
             "stopped": found.behind is not None and len(rows) < _ROWS,
         }  # fmt: skip
 

@@ -26,6 +26,7 @@ from txbox.policy import GRACE
 from txbox.session import Operation
 from txbox.store import leases
 from txbox.store.activity import Doing
+from txbox.text import counted
 from txbox.worker.driving import Driver, thread
 from txbox.worker.health import Answers, Health
 from txbox.worker.lanes import Lanes
@@ -382,7 +383,8 @@ class Worker:
         left: list[str] = []
         close_s, last = min(_CLOSE_S, self._grace_s / 3), last_s(self._grace_s)
         if not self._wait_until(lambda: not (self._lanes.busy or self._serving), close_s):
-            left += [f"{self._lanes.busy} lanes were still at work"] if self._lanes.busy else []
+            if busy := self._lanes.busy:
+                left.append(f"{counted(busy, 'handler')} still at work")
             left += ["the webhooks were still answering"] if self._serving else []
         for pump in self._pumps:
             pump.finish()
