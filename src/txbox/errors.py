@@ -93,6 +93,8 @@ CURABLE = (Fault.UNAVAILABLE, Fault.CONFLICT, Fault.LOCK_TIMEOUT, Fault.PREPARED
 
 # SQLSTATE insufficient_privilege; MySQL's "access denied" to a database, a table, a column and a routine
 _LACKS_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
+# no connection is free: of the server, or of this user
+FULL = frozenset({"53300", "1040", "1203", "1226"})
 
 
 class StoreError(TxboxError):
@@ -124,6 +126,11 @@ class StoreError(TxboxError):
     def lacks_right(self) -> bool:
         """Whether the role may not do this: `txbox schema print --grants` prints what it needs."""
         return self.code in _LACKS_RIGHT
+
+    @property
+    def full(self) -> bool:
+        """Whether no connection to the server is free."""
+        return self.code in FULL
 
 
 class StoreUnavailable(StoreError):

@@ -221,3 +221,13 @@ def test_through_a_codec(new_database: NewDatabase) -> None:
         )
         assert coded.work() == [Outcome.PROCESSED]
         assert [message.payload for message in taken] == [RIGHT]
+
+
+def test_an_edit_back_and_forth_keeps_the_reason_of_the_last_one(shop: Shop, admin: Admin) -> None:
+    """The copy under a hash that is there already is that of the last edit, and so is its reason."""
+    strict(shop)
+    assert shop.deliver(paid("m1", WRONG)) is Outcome.DEAD
+    for payload, reason in ((RIGHT, "first"), (WRONG, "second"), (RIGHT, "third")):
+        admin.edit(CONSUMER, "m1", payload=payload, actor="anna", reason=reason)
+    reasons = {row.payload: row.reason for row in replaced(admin)}
+    assert reasons == {WRONG: "edited by anna: third", RIGHT: "edited by anna: second"}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pymysql
 import pytest
 
 from tests.support.databases import Raw
 from txbox.admin import Admin, InboxFilter, OutboxFilter, QuarantineFilter
-from txbox.errors import Fault
+from txbox.admin.tables import Filter
+from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.store.dialect import dialect, native
 
 
@@ -99,3 +101,39 @@ def test_verbs_may_be_called_from_several_threads_at_a_time_through_asyncpg(
         ThreadPoolExecutor(4) as threads,
     ):
         assert list(threads.map(lambda _: list(admin.status()), range(20))) == [[]] * 20
+
+
+@pytest.mark.parametrize("where", [InboxFilter(), OutboxFilter(), QuarantineFilter()])
+@pytest.mark.parametrize(
+    "wrong", [{"limit": 0}, {"limit": -1}, {"before": "abc"}, {"before": "-1"}]
+)
+def test_a_page_that_cannot_be_is_refused(
+    where: Filter[Any, Any], wrong: dict[str, Any], sqlite_url: str
+) -> None:
+    with Admin(sqlite_url) as admin:
+        for read in (admin.list, admin.page):
+            with pytest.raises(ConfigurationError):
+                read(where, **wrong)
+
+
+def test_a_stretch_that_takes_too_long_is_read_in_shorter_ones(
+    sqlite_url: str, raw: Callable[[str], Raw], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows far back may be larger, or colder, than the newest ones."""
+    receive(raw(sqlite_url), range(1, 4), topic="rare")
+    receive(raw(sqlite_url), range(2_000_000, 2_000_003))
+    spans: list[int] = []
+    read = Admin._page_rows
+
+    def bounded(admin: Admin, name: str, params: Any = None) -> Any:
+        if name == "inbox_list":
+            spans.append(params["before"] - params["floor"])
+            if spans[-1] > 100_000:
+                raise StoreError("canceling statement", fault=Fault.TIMEOUT, code="57014")
+        return read(admin, name, params)
+
+    monkeypatch.setattr(Admin, "_page_rows", bounded)
+    with Admin(sqlite_url) as admin:
+        found = admin.list(InboxFilter(topic="rare"))
+    assert [row.message_id for row in found] == ["m3", "m2", "m1"]
+    assert max(spans) > 100_000

@@ -153,12 +153,29 @@ def test_a_rehearsal_has_a_time_limit(
         assert how != "nothing" or admin.rehearse(CONSUMER, "m1").outcome == "processed"
 
 
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "INSERT INTO effect VALUES ('; commit', 'x'';rollback')",
+        "SELECT ';commit' AS \"; commit\" -- it's no commit",
+        '/* ; */ SELECT 1 /* it\'s */ AS "; end; commit"',
+    ],
+)
+def test_what_is_quoted_ends_no_transaction(shop: Shop, sql: str) -> None:
+    dead(shop, lambda _, tx: tx.execute(sql))
+    with Admin(shop.app) as admin:
+        done = admin.rehearse(CONSUMER, "m1")
+    assert (done.outcome, done.error) == ("processed", None)
+    assert len(done.statements) == 2
+
+
 LEAVES: dict[str, Callable[[Any], object]] = {
     "commit": lambda tx: tx.commit(),
     "rollback": lambda tx: tx.rollback(),
     "COMMIT": lambda tx: tx.execute("COMMIT"),
     "ROLLBACK": lambda tx: tx.execute("/* mine */ ROLLBACK"),
     "END": lambda tx: tx.execute("END"),
+    "behind a quote in a comment": lambda tx: tx.execute("/* it's */ COMMIT -- isn't"),
 }
 
 

@@ -14,6 +14,7 @@ import pytest
 from faststream.specification.asyncapi.v3_0_0.schema import ApplicationSchema
 from jsonschema import Draft202012Validator
 
+from tests.support.command import Command
 from txbox import App, Message
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.cli import main
@@ -88,6 +89,12 @@ def test_it_has_the_shape_of_the_specification(described: dict[str, Any]) -> Non
     ApplicationSchema.model_validate(described)
     assert described["asyncapi"] == "3.0.0"
     assert described["info"] == {"title": "Shop", "version": "1.4"}
+
+
+def test_it_connects_to_nothing(sqlite_shop: Command) -> None:
+    url = "sqlite:///there/is/no/such/file.db"
+    described = sqlite_shop("asyncapi", "--json", env={"SHOP_URL": url}).json
+    assert described["asyncapi"] == "3.0.0"
 
 
 def test_no_reference_dangles(described: dict[str, Any]) -> None:

@@ -94,7 +94,9 @@ def test_from_send_to_replay(shop: Command, view: Raw) -> None:
     assert "8 bytes (--reveal prints it)" in shown.out
     assert "abc" not in shown.out
     assert "Quarantined under this id:" in shown.out
-    assert "trace=abc" in shop("show", "billing", "1", "--reveal").out
+    assert "trace=abc" in shop("show", "billing", "1", "--reveal", "--actor", "anna").out
+    looked = view.rows("SELECT actor, action FROM txbox_audit ORDER BY number")
+    assert ("anna", "reveal") in [tuple(map(str, row)) for row in looked]
     revealed = shop("show", "billing", "1", "--reveal", "--json").json
     assert (revealed["message"]["payload"], revealed["quarantined"][0]["payload"]) == (
         '{"a": 1}',
@@ -110,7 +112,9 @@ def test_from_send_to_replay(shop: Command, view: Raw) -> None:
     assert [_text(row[0]) for row in view.rows("SELECT id FROM effect")] == ["1", "1"]
     assert [
         tuple(map(_text, row))
-        for row in view.rows("SELECT actor, action, affected, reason FROM txbox_audit")
+        for row in view.rows(
+            "SELECT actor, action, affected, reason FROM txbox_audit WHERE action = 'replay'"
+        )
     ] == [("ann", "replay", "1", "again")]
 
 
@@ -248,9 +252,9 @@ def test_list_pages_and_quarantine(shop: Command) -> None:
         ).json
     assert seen == ["4", "3", "2", "1", "0"]
     assert "add --before" in shop("list", "--limit", "2").out
-    aside = shop("list", "--quarantined", "--consumer", "billing", "--json").json["quarantined"]
+    aside = shop("quarantine", "list", "--consumer", "billing", "--json").json["quarantined"]
     assert [entry["message_id"] for entry in aside] == ["0"]
-    assert "ledger" in shop("list", "--quarantined").out
+    assert "ledger" in shop("quarantine", "list").out
 
 
 def test_send_takes_a_file_and_standard_input(shop: Command, view: Raw) -> None:
@@ -326,13 +330,15 @@ def test_maintain_runs_until_it_is_told_to_stop(command: Command, sqlite_url: st
     with Raw(sqlite_url) as view:
         # its first round has begun once the job has a row, and signals are caught before that
         eventually(lambda: view.value("SELECT count(*) FROM txbox_job WHERE name = 'prune'") == 1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(DEADLINE_S) == 0
+        assert view.rows("SELECT kind, state FROM txbox_worker") == [("maintain", "running")]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
+        assert view.rows("SELECT kind FROM txbox_worker") == []
 
 
 _EVERY_COMMAND_AS_JSON = (
     ("init",), ("schema", "apply"), ("schema", "check"), ("schema", "print"), ("schema", "print", "--grants"),
-    ("status",), ("list",), ("list", "--quarantined"), ("show", "billing", "1"), ("explain", "1"), ("doctor",),
+    ("status",), ("list",), ("quarantine", "list"), ("show", "billing", "1"), ("explain", "1"), ("doctor",),
     ("asyncapi",), ("workers",), ("top", "--once"), ("pause", "billing"), ("resume", "billing"),
     ("edit", "billing", "2", "--header", "note=1", "--dry-run"), ("rehearse", "billing", "3"),
     ("discard", "--all", "--yes"), ("retry", "--all", "--yes"), ("replay", "--consumer", "billing", "--yes"),

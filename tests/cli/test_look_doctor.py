@@ -24,8 +24,10 @@ def test_a_warning_fails_where_that_is_asked_for(sqlite_shop: Command) -> None:
     sqlite_shop("run", "shop:app", "--once", code=1)
     lines = sqlite_shop("doctor").out.splitlines()
     assert lines[0] == "warning  dead-messages"
-    assert lines[1].startswith("    billing has given up 1 message, the oldest received ")
-    assert lines[2].startswith("    -> `txbox list --consumer billing --status dead` shows why")
+    assert lines[1].startswith("    billing has 1 dead message, the oldest received ")
+    assert lines[2].startswith(
+        "    -> `txbox list --consumer billing --status dead` shows the errors"
+    )
     assert lines[3:] == ["0 errors, 1 warning, 0 notes."]
     (finding,) = sqlite_shop("doctor", "--json", "--fail-on", "warning", code=1).json["findings"]
     assert set(finding) == {"code", "severity", "problem", "remedy"}

@@ -212,7 +212,6 @@ def test_a_relay_without_the_app_gives_no_message_up(
         (("discard", "billing"), "Which messages of 'billing'?"),
         (("retry", "--consumer", "a", "--all"), "Give --all or a filter, not both"),
         (("retry", "billing", "1", "--topic", "x"), "message ids or a filter, not both"),
-        (("list", "--quarantined", "--topic", "x"), "--quarantined takes only"),
         (("replay", "--topic", "x", "--as", "other"), "give --consumer"),
         (
             ("replay", "--as", "other"),

@@ -14,11 +14,13 @@ import pytest
 
 from tests.support.command import Command
 from tests.support.databases import Raw
+from tests.support.shop import as_id
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.warm import Warm
 from txbox.admin.activity import Rates, Snapshot, WorkerStatus
 from txbox.cli import workers
 from txbox.cli.output import clipped
+from txbox.store.activity import Trouble
 
 HOSTILE = "b\x1b[31m\u202e<script>\x07 " + "x" * 100
 
@@ -48,9 +50,34 @@ def test_a_pause_and_its_end(shop: Command) -> None:
 def test_status_says_what_no_worker_runs(shop: Command) -> None:
     shop("send", "orders", "--id", "m", "--data", "{}")
     shop("pause", "ledger")
+    with Raw(shop.environment["SHOP_URL"]) as raw:
+        raw.execute("UPDATE txbox_inbox SET next_attempt_at = '2026-01-01 00:00:00'")
     said = shop("status").out
-    assert "1 message of billing is unfinished, and no worker runs this consumer." in said
-    assert "of ledger is unfinished" not in said
+    assert "billing has 1 message overdue by up to " in said
+    assert "no running worker has this consumer." in said
+    assert "ledger has 1 message" not in said
+    found = {one["code"]: one["problem"] for one in shop("status", "--json").json["findings"]}
+    assert set(found) == {"consumer-unserved", "consumer-paused"}
+    assert found["consumer-paused"].endswith("; 1 message is waiting.")
+
+
+def test_a_retry_says_who_is_missing_and_what_cannot_be_retried(shop: Command) -> None:
+    for name in ("a", "b"):
+        shop("send", "orders", "--id", name, "--data", "{}")
+    with Raw(shop.environment["SHOP_URL"]) as raw:
+        raw.execute(
+            "UPDATE txbox_inbox SET status = 'dead' WHERE consumer = ?", (as_id(raw, "billing"),)
+        )
+        raw.execute(
+            "UPDATE txbox_inbox SET payload = NULL, has_payload = FALSE"
+            " WHERE status = 'dead' AND message_id = ?",
+            (as_id(raw, "a"),),
+        )
+    done = shop("retry", "--all", "--yes")
+    assert "1 message retried." in done.out
+    assert "1 message without a payload cannot be retried: send" in done.out
+    assert "warning: No running worker has the consumer 'billing'" in done.err
+    assert shop("retry", "--all", "--yes", "--json").json["without_payload"] == 1
 
 
 def test_a_pause_of_a_name_that_nobody_has_says_so(shop: Command) -> None:
@@ -151,10 +178,11 @@ def test_top_shows_nothing_that_steers_a_terminal_and_fits_80_columns() -> None:
     }  # fmt: skip
     consumer = Rates(kind="consumer", name=HOSTILE, paused=True, **rates)
     route = Rates(kind="route", name=HOSTILE, paused=False, **rates)
+    trouble = Trouble(kind="route", name=HOSTILE, since_s=0, error=HOSTILE)
     worker = WorkerStatus(
         worker="w", kind="maintain", state="draining", host=HOSTILE, pid=4194304, version="10.20.30.dev1", app=HOSTILE,
         consumers=(HOSTILE,), paused=(), sources={}, routes=(), lanes=10_000, busy=10_000, leases=123_456,
-        in_flight=99_999, started_at=now - timedelta(days=1000), seen_at=now,
+        in_flight=99_999, troubles=(trouble,), started_at=now - timedelta(days=1000), seen_at=now,
     )  # fmt: skip
     lines = workers._screen(
         Snapshot(

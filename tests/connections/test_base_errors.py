@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from tests.support.databases import NewDatabase
+from tests.support.databases import NewDatabase, Raw
 from tests.support.django_project import configured
 from tests.support.proxy import closed_port
 from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, opened
 from tests.support.waiting import DEADLINE_S
 from txbox import App, Limits, Message, Outcome, StoreUnavailable
+from txbox.admin import Admin
 from txbox.connections.base import server_message
 from txbox.errors import Fault
 
@@ -161,6 +163,42 @@ def test_wrong_configuration_is_reported_at_once(
     assert SECRET not in str(refused.value)
     assert refused.value.fault is Fault.UNAVAILABLE
     assert refused.value.misconfigured
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    ["postgresql", "postgresql+asyncpg", "postgresql+psycopg", "postgresql+django", "mysql"],
+)
+def test_no_free_connection_is_told_from_a_wrong_password(
+    new_database: NewDatabase, raw: Callable[[str], Raw], scheme: str
+) -> None:
+    product = "mariadb" if scheme == "mysql" else "postgresql"
+    whole = sa.make_url(new_database(product))
+    user, admin = f"narrow_{secrets.token_hex(4)}", raw(whole.render_as_string(False))
+    if product == "postgresql":
+        admin.execute(f"CREATE ROLE {user} LOGIN PASSWORD '{SECRET}' CONNECTION LIMIT 1")
+    else:
+        admin.execute(f"CREATE USER {user} IDENTIFIED BY '{SECRET}' WITH MAX_USER_CONNECTIONS 1")
+        admin.execute(f"GRANT ALL ON *.* TO {user}")
+    url = whole.set(username=user, password=SECRET)
+    text = url.render_as_string(False)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(Raw(text))
+            if scheme.endswith("+django"):
+                target: Any = App(django=stack.enter_context(configured(text)))
+            elif scheme == "postgresql+psycopg":
+                target = App(sa.create_engine(url.set(drivername=scheme)))
+            else:
+                target = App(url.set(drivername=scheme).render_as_string(False))
+            with Admin(target) as looking, pytest.raises(StoreUnavailable) as refused:
+                looking.consumers()
+    finally:
+        admin.execute(f"DROP {'ROLE' if product == 'postgresql' else 'USER'} {user}")
+    assert refused.value.full
+    assert not refused.value.misconfigured
+    assert "has no free connection" in str(refused.value)
+    assert SECRET not in str(refused.value)
 
 
 def test_closed_port_is_waited_for_and_says_so() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.docs.pages import page
 from txbox import App, errors, events, outcome, policy
-from txbox.admin import doctor
+from txbox.admin import doctor, findings
 from txbox.admin.doctor import CODES
 from txbox.handlers import HandlerOptions, conflicts
 from txbox.observers.counters import Counters
@@ -101,7 +101,7 @@ def test_every_code_is_used_and_every_used_one_is_known() -> None:
     package = Path(inspect.getfile(doctor)).parent
     used = {
         code
-        for file in (*package.glob("*.py"), Path(inspect.getfile(conflicts)))
+        for file in (*package.glob("*.py"), *map(Path, map(inspect.getfile, (conflicts, findings))))
         if file.name != "__init__.py"
         for code in re.findall(r'"([a-z]+(?:-[a-z]+)+)"', file.read_text())
     }

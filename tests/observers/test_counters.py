@@ -153,6 +153,7 @@ def exported() -> dict[str, set[str]]:
 
 _GAUGES = {
     "txbox_in_flight": {"source"}, "txbox_source_silent_seconds": {"source"}, "txbox_rows_leased": {"consumer"},
+    "txbox_route_away_seconds": {"route"}, "txbox_source_away_seconds": {"source"},
 }  # fmt: skip
 
 
@@ -237,4 +238,5 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
     assert exported_bases - bases == {
         "txbox_process_up", "txbox_paused_seconds_total", "txbox_relay_paused_seconds_total", "txbox_rows_pruned_total",
         "txbox_lost_upstream_total", "txbox_sources_refused_total", "txbox_logins_refused_total",
+        "txbox_source_away_seconds", "txbox_route_away_seconds",
     }  # fmt: skip

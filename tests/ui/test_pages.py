@@ -77,9 +77,9 @@ def test_every_page_shows_what_is_there(filled: App, serve: Serve) -> None:
         assert not re.search(r"\bNone\b", answer.text), path
         assert "`" not in answer.text, path
     overview = browser.get("/").text
-    assert "3 messages of parcels are unfinished, and no worker runs this consumer." in overview
-    assert "3 messages of billing are dead." in overview
-    assert "2 messages of billing are quarantined." in overview
+    assert "billing has 3 dead messages, the oldest received " in overview
+    assert "billing has 2 messages in quarantine, the oldest for " in overview
+    assert 'href="/messages?consumer=billing&amp;status=dead"' in overview
     assert "invoices" in overview
     assert "order-0051" in browser.get("/messages?status=dead&consumer=billing").text
     assert "order-0051" in browser.get("/messages?message_id=order-0051").text
@@ -128,7 +128,7 @@ def test_failures_stand_together_and_a_consumer_is_paused(filled: App, serve: Se
         "/pause", on="/workers", consumer="billing", action="pause", reason="the bank is away"
     )
     assert paused.status == 303
-    assert "billing is paused, and 5 messages wait." in browser.get("/").text
+    assert "the bank is away; 5 messages are waiting." in browser.get("/").text
     assert "the bank is away" in browser.get("/workers").text
     assert browser.post("/pause", on="/workers", consumer="billing", action="resume").status == 303
     assert "the bank is away" not in browser.get("/workers").text

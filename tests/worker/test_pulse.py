@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.recording import Recorder
 from tests.support.shop import CONSUMER, TOPIC, Shop, opened, paid
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
@@ -17,6 +19,7 @@ from tests.support.workers import running, worker
 from txbox import ConfigurationError, Message, Reject, Retention, session
 from txbox.admin import Admin
 from txbox.admin.activity import Activity
+from txbox.errors import BrokerUnavailable
 from txbox.maintenance import run_once
 from txbox.store.activity import Counts
 from txbox.worker import pulse
@@ -287,3 +290,83 @@ def test_counts_wait_for_a_database_that_is_away_and_double_nothing(shop: Shop) 
         shop.raw.execute("ALTER TABLE txbox_elsewhere RENAME TO txbox_activity")
         eventually(lambda: counted(shop).processed == 3, "what was counted meanwhile")
     assert numbers(counted(shop))[:2] == (3, 3)
+
+
+# -- brokers that are away --------------------------------------------------------------------
+
+
+class _Away(Recorder):
+    """A broker that refuses the login until it is back."""
+
+    def __init__(self, back: threading.Event) -> None:
+        super().__init__()
+        self.back = back
+
+    def publish(self, messages: Any, within_s: float) -> Any:
+        if not self.back.is_set():
+            raise BrokerUnavailable("ACCESS_REFUSED - Login was refused")
+        return super().publish(messages, within_s)
+
+
+def test_a_worker_says_why_nothing_leaves_and_since_when(shop: Shop) -> None:
+    back = threading.Event()
+    broker = _Away(back)
+    shop.handler()
+    shop.app.publish(broker, topics=["letters"])
+    message_id = _stage(shop)
+    with Admin(shop.app) as admin, running(worker(shop.app)):
+        (trouble,) = eventually(
+            lambda: [each for found in admin.workers() for each in found.troubles]
+        )
+        assert (trouble.kind, trouble.name) == ("route", "recorder")
+        assert trouble.error == "ACCESS_REFUSED - Login was refused"
+        assert abs(time.time() - trouble.since_s) < DEADLINE_S
+        (finding,) = admin.check().findings
+        assert (finding.code, finding.severity) == ("relay-away", "error")
+        assert "ACCESS_REFUSED" in finding.problem
+        assert finding in admin.doctor().findings
+        explained = admin.explain(message_id)
+        assert [said.code for said in explained.places[0].sentences if said.kind == "away"] == [
+            "relay-away"
+        ]
+        assert explained.severity == "stuck"
+        back.set()
+        eventually(lambda: not [each for found in admin.workers() for each in found.troubles])
+        assert admin.check().findings == []
+    assert len(broker.sent) == 1
+
+
+def _stage(shop: Shop) -> str:
+    def stage(_: Any, tx: Any) -> None:
+        shop.app.outbox.stage(tx, topic="letters", body=1)
+
+    shop.app.handler("stage", consumer="stager")(stage)
+    shop.app.process(Message(topic="stage", id="s1", payload=b"{}"))
+    (row,) = shop.raw.rows("SELECT id FROM txbox_outbox")
+    return row[0].decode() if isinstance(row[0], bytes) else str(row[0])
+
+
+def test_a_worker_says_why_nothing_is_received(shop: Shop) -> None:
+    back = threading.Event()
+
+    class Away(Memory):
+        def receive(self, messages_max: int, wait_s: float) -> Any:
+            if not back.is_set():
+                raise BrokerUnavailable("vhost not found")
+            return super().receive(messages_max, wait_s)
+
+    shop.handler()
+    shop.app.consume(Away([paid("m1")], endless=True))
+    with Admin(shop.app) as admin, running(worker(shop.app)):
+        (trouble,) = eventually(
+            lambda: [each for found in admin.workers() for each in found.troubles]
+        )
+        assert (trouble.kind, trouble.name, trouble.error) == (
+            "source",
+            "memory",
+            "vhost not found",
+        )
+        assert [one.code for one in admin.check().findings] == ["source-away"]
+        back.set()
+        eventually(lambda: not [each for found in admin.workers() for each in found.troubles])
+        eventually(lambda: shop.effects() == 1)

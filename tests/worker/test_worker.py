@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -23,7 +25,13 @@ from txbox import App, Batching, Lease, Message, Outcome, Retry, RetryPolicy
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.brokers.local import Local
 from txbox.errors import ConfigurationError
-from txbox.events import MessageDead, MessageUnmatched, WorkerStarted, WorkerStopped
+from txbox.events import (
+    ConsumptionPaused,
+    MessageDead,
+    MessageUnmatched,
+    WorkerStarted,
+    WorkerStopped,
+)
 from txbox.session import Transaction
 from txbox.store import leases
 from txbox.worker.driving import Driver
@@ -703,3 +711,43 @@ def test_no_source_is_asked_for_effects(sqlite_url: str) -> None:
         app.consume(Asked([]))
         assert worker(app, once=True).run() == 0
     assert asked == ["orders"]
+
+
+def test_a_worker_that_starts_waits_for_a_free_connection(
+    postgresql_url: str, raw: Callable[[str], Raw]
+) -> None:
+    """Else it would end with 2, be started again, and take the next connection that is free from others."""
+    admin, user = raw(postgresql_url), f"narrow_{secrets.token_hex(4)}"
+    admin.execute(f"CREATE ROLE {user} LOGIN PASSWORD 'x' CONNECTION LIMIT 9")
+    for what in ("TABLES", "SEQUENCES", "FUNCTIONS"):
+        admin.execute(f"GRANT ALL ON ALL {what} IN SCHEMA public TO {user}")
+    narrow = urlsplit(postgresql_url)
+    netloc = f"{user}:x@{narrow.hostname}:{narrow.port}"
+    url = narrow._replace(netloc=netloc).geturl()
+    try:
+        with ExitStack() as others, App(url) as app:
+            paused, source = list[ConsumptionPaused](), Memory([paid("m1")], endless=True)
+            app.events.observers.append(
+                lambda event: paused.append(event) if isinstance(event, ConsumptionPaused) else None
+            )
+            app.handler(TOPIC, consumer=CONSUMER)(lambda message, tx: None)
+            app.consume(source)
+            for _ in range(9):
+                others.enter_context(Raw(url))
+            with running(worker(app)) as codes:
+                eventually(lambda: paused)
+                assert "has no free connection" in paused[0].reason
+                assert not codes
+                others.close()
+                eventually(lambda: source.settled)
+            assert codes == [0]
+            # one that is told to stop meanwhile ends well
+            for _ in range(9):
+                others.enter_context(Raw(url))
+            paused.clear()
+            with running(worker(app)) as codes:
+                eventually(lambda: paused)
+            assert codes == [0]
+    finally:
+        admin.execute(f"DROP OWNED BY {user}")
+        admin.execute(f"DROP ROLE {user}")

@@ -10,7 +10,7 @@ from math import gcd
 from txbox.errors import ConfigurationError
 from txbox.session import Session
 from txbox.store import activity
-from txbox.store.activity import Counts, Identity, Kind, Pause
+from txbox.store.activity import Counts, Identity, Kind, Pause, Trouble
 from txbox.store.dialect import Dialect
 
 _MINUTE = timedelta(minutes=1)
@@ -72,6 +72,7 @@ class WorkerStatus(Identity):
         busy: lanes that have something to do.
         leases: rows of the inbox that it holds.
         in_flight: deliveries that it has received and not acknowledged.
+        troubles: the brokers from which it cannot receive, or to which it cannot send, and why.
         seen_at: its last sign of life; there is one every few seconds.
     """
 
@@ -80,6 +81,7 @@ class WorkerStatus(Identity):
     busy: int
     leases: int
     in_flight: int
+    troubles: tuple[Trouble, ...]
     started_at: datetime
     seen_at: datetime
 
@@ -229,6 +231,7 @@ def statuses(workers: Sequence[activity.Worker], paused: Sequence[Pause]) -> lis
             busy=worker.doing.busy,
             leases=worker.doing.leases,
             in_flight=worker.doing.in_flight,
+            troubles=worker.doing.troubles,
             started_at=worker.started_at,
             seen_at=worker.seen_at,
         )

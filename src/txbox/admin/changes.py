@@ -96,6 +96,7 @@ class Changed:
     Attributes:
         count: rows changed.
         spared: rows left alone because their transaction was broken; see `Admin.retry`.
+        without_payload: rows that match a retry, and cannot be retried.
         sample: the keys of the first changed rows.
         refused: the keys of rows that cannot be accepted, with the reason.
         cancelled: it ended before everything that matches was changed.
@@ -108,6 +109,7 @@ class Changed:
     sample: tuple[dict[str, str], ...]
     refused: tuple[dict[str, str], ...] = ()
     cancelled: bool = False
+    without_payload: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,6 +352,10 @@ class Changes(Reader):
         meant = where.named or getattr(where, "error_type", None) == BROKEN.error_type
         broken = BROKEN.error_type if verb == "retry" and table is INBOX and not meant else None
         counted = self._matching(verb, where, broken)
+        without_payload = 0
+        if verb == "retry" and table is INBOX and not where.named:
+            every = self._matching(verb, where, needs_payload=False)
+            without_payload = _rows(every) - _rows(counted)
         most, is_cancelled = how.get("most"), how.get("cancelled")
         count = spared = 0
         cancelled = False
@@ -394,14 +400,24 @@ class Changes(Reader):
             sample=tuple(_key(table, key) for key in sample),
             refused=tuple(refused),
             cancelled=cancelled,
+            without_payload=without_payload,
         )
 
     def _matching(
-        self, verb: Verb, where: Filter[Any, Any], spared: str | None = None
+        self,
+        verb: Verb,
+        where: Filter[Any, Any],
+        spared: str | None = None,
+        *,
+        needs_payload: bool = True,
     ) -> Sequence[Matching]:
         """Count what a change matches, in the order in which to change it; nothing is locked."""
         statuses = list(_statuses(verb, where))
-        params = {**where.params(), "needs_payload": verb == "retry", "spared": spared}
+        params = {
+            **where.params(),
+            "needs_payload": needs_payload and verb == "retry",
+            "spared": spared,
+        }
         found = self.rows(f"{where.table.name}_count", params, {"status": statuses})
         counted = [
             Matching(status, consumer, int(count - left), int(left))
@@ -442,6 +458,10 @@ class Changes(Reader):
         if verb in ("retry", "edit") and where.table is INBOX and not found.has_payload:
             return f"{name} has no payload: send it again from its producer."
         return f"{name} is held by a transaction or a relay right now: try again."
+
+
+def _rows(counted: Sequence[Matching]) -> int:
+    return sum(matching.rows + matching.spared for matching in counted)
 
 
 def audit_of(how: How) -> Audit | None:

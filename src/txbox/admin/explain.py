@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
+from txbox.admin.findings import LATE_S, Cause, Crew, cause_of_inbox, cause_of_outbox
 from txbox.admin.found import Found, Holder, InInbox, InOutbox, Link
-from txbox.admin.reader import Application, says_anything, takes
+from txbox.admin.reader import Application, says_anything
 from txbox.admin.tables import InboxMessage, OutboxMessage, QuarantinedMessage
 from txbox.handlers import Handler
 from txbox.identity import EFFECT_PREFIX
@@ -30,20 +31,17 @@ KINDS: dict[str, Severity] = {
     "processed": "ok", "discarded": "ok", "sent": "ok", "accepted": "ok", "pruned": "ok",
     # goes on by itself
     "held": "waits", "leased": "waits", "scheduled": "waits", "due": "waits", "delayed": "waits",
-    "held key": "waits", "missing version": "waits", "no payload": "waits",
+    "held key": "waits", "missing version": "waits", "no payload": "waits", "in doubt": "waits",
     # needs somebody
     "paused": "stuck",
     "lease expired": "stuck", "overdue": "stuck", "blocked key": "stuck", "no handler": "stuck", "unrouted": "stuck",
-    "dead": "stuck", "broken": "stuck", "in doubt": "stuck", "quarantined": "stuck", "unknown": "stuck",
-    "unreadable": "stuck",
+    "dead": "stuck", "broken": "stuck", "away": "stuck", "quarantined": "stuck", "unknown": "stuck",
     # what else there is to know
     "received": "info", "staged": "info", "last error": "info", "cause": "info", "caused": "info", "replay": "info",
     "replaced": "info", "dead letter": "info", "blocks key": "info", "payload dropped": "info", "remedy": "info",
-    "unchecked": "unchecked",
+    "unreadable": "info", "unchecked": "unchecked",
 }  # fmt: skip
 _NEVER_ENDED = ("LeaseExpired", "KilledItsProcess")
-# what is due for longer than this should have been taken
-_LATE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +51,15 @@ class Sentence:
     Attributes:
         kind: one word or two for programs; docs/reference/cli.md lists them.
         command: what helps, without --app or --database.
+        code: of the finding that `status`, `doctor` and the overview show about it; each that is stuck has one, if it
+            was found.
     """
 
     kind: str
     severity: Severity
     text: str
     command: str | None = None
+    code: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +121,14 @@ def _place(
     return Place(table=table, consumer=consumer, status=message.status, sentences=tuple(said))
 
 
-def _say(kind: str, text: str, command: str | None = None) -> Sentence:
-    return Sentence(kind=kind, severity=KINDS[kind], text=text, command=command)
+def _say(
+    kind: str, text: str, command: str | None = None, *, code: str | None = None, late: bool = True
+) -> Sentence:
+    """One sentence; what is not late yet is not stuck."""
+    severity = KINDS[kind] if late or KINDS[kind] != "stuck" else "waits"
+    return Sentence(
+        kind=kind, severity=severity, text=text, command=command, code=code if severity == "stuck" else None,
+    )  # fmt: skip
 
 
 def _command(verb: str, *words: str, **options: str) -> str:
@@ -174,6 +181,10 @@ class _Saying:
     found: Found
     app: Application
 
+    @property
+    def crew(self) -> Crew:
+        return self.found.crew
+
     def when(self, at: datetime | None) -> str:
         if at is None:
             return "an unknown time"
@@ -187,17 +198,7 @@ class _Saying:
         return at is not None and at <= self.found.at
 
     def late(self, due: datetime | None) -> bool:
-        return due is not None and (self.found.at - due).total_seconds() > _LATE_S
-
-    def at_work(self, *, consumer: str | None = None, route: str | None = None) -> int:
-        """How many live processes run a consumer, relay a route or, without either, rescue rows."""
-        return sum(
-            worker.state != "silent"
-            and (consumer is None or consumer in worker.consumers)
-            and (route is None or route in worker.routes)
-            and (consumer is not None or route is not None or worker.kind != "relay")
-            for worker in self.found.workers
-        )
+        return due is not None and (self.found.at - due).total_seconds() > LATE_S
 
     @property
     def has_handlers(self) -> bool:
@@ -256,14 +257,27 @@ class _Saying:
                 "Its handler committed in the middle of its own transaction, so what it wrote is unknown. The next "
                 "rescue makes it dead, and says so.",
                 "txbox rescue",
+                code="lease-expired",
             )
             return
         if not self.past(until):
-            yield _say(
-                "leased",
-                f"A worker has leased it until {self.when(until)}, and renews that while its handler runs. If the "
-                "worker died, the row is rescued after that time.",
-            )
+            at_work = self.crew.running(message.consumer)
+            if not at_work:
+                said = (
+                    f"Leased until {self.when(until)}, but no process that runs {message.consumer} has been seen in "
+                    "the last half minute: its worker is probably gone, and the row is rescued after that time."
+                )
+            else:
+                by = (
+                    f"worker {at_work[0].host}:{at_work[0].pid}"
+                    if len(at_work) == 1
+                    else "a worker"
+                )
+                said = (
+                    f"Held by {by} until {self.when(until)} (renewed while it runs). If that worker is gone, the row "
+                    "is rescued then."
+                )
+            yield _say("leased", said)
             return
         starts = f"{counted(message.starts, 'run')} of it never ended"
         after, every = f"failed and runs again: {starts}", "each third of Lease.duration"
@@ -277,31 +291,34 @@ class _Saying:
             "lease expired",
             f"Its worker is gone or hangs: the lease ran out at {self.when(until)}, without being renewed. Any "
             f"`txbox run` or `txbox maintain` of this database rescues it, {every}; of these, "
-            f"{self.at_work() or 'none'} can be heard from. It then is {after}.{held}",
+            f"{len(self.crew.rescuing()) or 'none'} can be heard from. It then is {after}.{held}",
             _command("rescue", consumer=message.consumer),
+            code="lease-expired",
+            late=self.late(until),
         )
 
     def _unfinished(self, row: InInbox, handler: Handler | None) -> Iterator[Sentence]:
         message, due, consumer = row.message, row.message.next_attempt_at, row.message.consumer
         key = (consumer, message.message_id)
-        for pause in self.found.paused:
-            if pause.consumer == consumer:
-                why = "" if pause.reason is None else f" ({pause.reason})"
-                yield _say(
-                    "paused",
-                    f"Its consumer {consumer} was paused at {self.when(pause.paused_at)} by {pause.actor}{why}: "
-                    "nobody runs its messages until it is resumed.",
-                    _command("resume", consumer),
-                )
-        if self.has_handlers and handler is None:
-            lacks = f"consumer {consumer}"
-            if consumer in self.app.handlers.consumers():
-                lacks = f"handler of {consumer} for topic {message.topic!r} with type {message.type!r} any more"
+        pause = self.crew.pause_of(consumer)
+        if pause is not None:
+            why = "" if pause.reason is None else f" ({pause.reason})"
+            yield _say(
+                "paused",
+                f"Its consumer {consumer} was paused at {self.when(pause.paused_at)} by {pause.actor}{why}: "
+                "nobody runs its messages until it is resumed.",
+                _command("resume", consumer),
+                code="consumer-paused",
+            )
+        cause = cause_of_inbox(self.crew, self.app, consumer, message.topic, message.type)
+        orphan = cause.code.startswith("orphan")
+        if orphan:
             yield _say(
                 "no handler",
-                f"This App has no {lacks}: none of its workers takes the row. Register the handler again, or give "
-                "the message up; if another App consumes it, ask with that one.",
+                f"No worker takes it: {cause.why}. {cause.remedy}, or discard the message.",
                 _command("discard", *key),
+                code=cause.code,
+                late=pause is None and message.has_payload and self.late(due),
             )
         if message.waits_for is not None:
             yield self._waits(row, message.waits_for, handler)
@@ -324,21 +341,19 @@ class _Saying:
         elif message.waits_for is None and not row.held:
             since = f"{failures}it has been due since {self.when(due)}"
             since = since[0].upper() + since[1:]
-            count = self.at_work(consumer=consumer)
-            if not self.late(due):
+            if due is None:
+                said = "No time is set at which it is due, so no worker takes it: something else has written its row."
+                yield _say("overdue", said, _command("retry", *key), code="never-due")
+            elif pause is not None or orphan:
+                pass
+            elif not self.late(due):
                 takes = "a worker of its consumer takes it next"
-                if not count:
-                    takes += ", once one runs: none has been heard of in the last half minute"
+                if cause.code == "consumer-unserved":
+                    takes += ", once one runs: none has been seen in the last half minute"
                 yield _say("due", f"{since}: {takes}.")
             else:
-                who = f"no process that runs consumer {consumer} has been heard of in the last half minute"
-                if count:
-                    who = (
-                        f"{counted(count, 'process')} may run consumer {consumer}, so it is behind; `txbox status` "
-                        "says how much waits"
-                    )
-                said = f"{since}, and no worker has taken it: {who}."
-                yield _say("overdue", said, "txbox run MODULE:APP")
+                said = f"{since}, and was not taken: {cause.why}. {cause.remedy}."
+                yield _say("overdue", said, "txbox run MODULE:APP", code=cause.code)
         if message.status == Status.FAILED:
             yield from _last_error("It failed last with", message, _show(message))
 
@@ -357,7 +372,7 @@ class _Saying:
                 f"It is version {message.sequence} of key {message.key!r}, and version {what.version} has not "
                 f"arrived: it waits for that one.{then}",
             )
-        first, kind = "", "held key"
+        first, kind, code, late = "", "held key", None, True
         helps = _command("explain", what.message_id, consumer=message.consumer)
         retry = _command("retry", message.consumer, what.message_id)
         lease = None if ahead is None else ahead.lease_until
@@ -369,11 +384,12 @@ class _Saying:
                 f" by a worker whose lease ran out at {self.when(lease)}: it must be rescued first"
             )
             kind, helps = "blocked key", _command("rescue", consumer=message.consumer)
+            code, late = "lease-expired", self.late(lease)
         elif what.status == Status.PROCESSING and lease is not None:
             first = f" by a worker that has leased it until {self.when(lease)}"
         elif what.status == Status.DEAD:
             first = "; dead messages hold their key up (dead_blocks=True) until somebody retries or discards them"
-            kind, helps = "blocked key", retry
+            kind, helps, code = "blocked key", retry, "dead-messages"
         if ahead is not None and ahead.error_type:
             first += f". That one failed with {ahead.error_type}{_first_line(ahead.error)}"
         return _say(
@@ -381,6 +397,8 @@ class _Saying:
             f"It waits for {what.message_id}, an earlier message of its key {message.key!r}, which is {what.status}"
             f"{first.rstrip('.')}.",
             helps,
+            code=code,
+            late=late,
         )
 
     def _dead(self, row: InInbox, handler: Handler | None) -> Iterator[Sentence]:
@@ -393,6 +411,7 @@ class _Saying:
                 f"{since}: its handler ended the transaction that txbox began, so what it wrote is unknown. Look at "
                 "its effects; then retry it if they are not there, or discard it if they are.",
                 retry,
+                code="dead-messages",
             )
         else:
             count = f"after {counted(message.attempts, 'attempt')}"
@@ -402,6 +421,7 @@ class _Saying:
                 "dead",
                 f"{since}, {count}: it does not run again by itself.",
                 retry if message.has_payload else discard,
+                code="dead-messages",
             )
             yield from _last_error("Its last error was", message, _show(message))
         remedy = "Its payload was not kept, so it cannot be retried: send it again under another id, or discard it."
@@ -539,6 +559,7 @@ class _Saying:
                     f"It was given up after {attempts}: it does not leave by itself. A retry gives it a full new "
                     "budget, and it leaves under its id, before the later ones of its key.",
                     retry,
+                    code="dead-outgoing",
                 )
                 yield from _last_error("Its last error was", message, show)
             case "discarded":
@@ -549,7 +570,7 @@ class _Saying:
             case _:
                 yield _say("sent", f"Its destination confirmed it at {self.when(message.sent_at)}.")
         if message.status in ("due", "failed") and row.ahead is not None:
-            yield _say("remedy", "Giving it up lets its key go on.", discard)
+            yield _say("remedy", "Discarding it unblocks the key.", discard)
         key = f", key {message.key!r}" if message.key is not None else ""
         yield _say(
             "staged",
@@ -561,48 +582,55 @@ class _Saying:
 
     def _due(self, row: InOutbox) -> Iterator[Sentence]:
         message = row.message
-        unrouted = list(self._unrouted(message))
+        late = row.ahead is None and self.late(message.next_attempt_at or message.staged_at)
+        unrouted = list(self._unrouted(message, late=late))
         yield from unrouted
-        if any(said.kind == "unrouted" for said in unrouted):
+        if any(said.kind != "unchecked" for said in unrouted):
             return
-        staged = f"It was staged at {self.when(message.staged_at)} and may leave"
-        if row.ahead is not None or not self.late(message.next_attempt_at or message.staged_at):
-            yield _say("due", f"{staged}.")
+        cause = self._cause(message)
+        if not late:
+            rest = "." if row.ahead is not None else "; waiting for a relay."
+            yield _say("due", f"Ready to send since {self.when(message.staged_at)}{rest}")
             return
-        count, named = self.at_work(route=message.route), message.route or "any"
-        relays = f"no relay with the route {named!r} has been heard of in the last half minute"
-        if count:
-            relays = f"the relays with the route {named!r} are behind ({counted(count, 'process')} heard of)"
         yield _say(
-            "overdue", f"{staged}: {relays}, or its destination is away.", "txbox relay MODULE:APP"
+            "overdue",
+            f"Ready to send since {self.when(message.staged_at)}, and not sent: {cause.why}. {cause.remedy}.",
+            "txbox relay MODULE:APP",
+            code=cause.code,
         )
 
-    def _unrouted(self, message: OutboxMessage) -> Iterator[Sentence]:
-        """Say that no relay of this App takes it, or that this is not known; nothing where one does."""
-        named = message.route or "any"
-        if not self.has_app:
-            yield _say(
-                "unchecked",
-                f"Its route is {named!r}. Which App has a relay for that could not be checked: only the App knows its "
-                "routes. Give --app.",
-            )
-            return
+    def _cause(self, message: OutboxMessage) -> Cause:
         sort = message.route, message.topic, message.type, message.cause_consumer
-        elsewhere = message.route and self.at_work(route=message.route)
-        if not takes(self.app, *sort) and not elsewhere:
-            have = ", ".join(repr(route.name) for route in self.app.routes.all()) or "none"
+        return cause_of_outbox(self.crew, self.app, *sort)
+
+    def _unrouted(self, message: OutboxMessage, *, late: bool = False) -> Iterator[Sentence]:
+        """Say that no relay takes it, that its relay cannot send, or that this is not known; nothing where one does."""
+        cause = self._cause(message)
+        if cause.code == "relay-away":
+            yield _say(
+                "away", f"It waits: {cause.why}. {cause.remedy}.", "txbox workers", code=cause.code
+            )
+        elif cause.code == "orphan-route":
             yield _say(
                 "unrouted",
-                f"No relay of this App takes it: its route is {named!r}, its topic {message.topic!r}, and this App's "
-                f"routes are {have}. It waits until an App with that route runs; or send it another way.",
+                f"No relay takes topic {message.topic!r} from there: {cause.why}. It waits until one does; or send it "
+                "another way.",
                 _command("outbox reroute", message.message_id, to="ROUTE"),
+                code=cause.code,
+                late=late,
+            )
+        elif not self.has_app and cause.code == "route-unserved":
+            yield _say(
+                "unchecked",
+                f"Its route is {message.route or 'any'!r}. Which App has a relay for that could not be checked: only "
+                "the App knows its routes. Give --app.",
             )
 
     def _behind(self, row: InOutbox) -> Iterator[Sentence]:
         message, ahead, what = row.message, row.ahead, row.message.waits_for
         if what is None:
             return
-        text = f"It is behind {what.message_id}, which is of its key {message.key!r} and must leave first"
+        text = f"Waiting for {what.message_id} (same key {message.key!r}), which must be sent first"
         command = _command("explain", str(what.message_id))
         if ahead is not None:
             text += f" and is {ahead.status}"
@@ -637,7 +665,8 @@ class _Saying:
         if any(first.message.consumer == row.consumer for first in self.found.inbox):
             text += " The message that came first under this id is untouched: the copy needs an id of its own."
             options["id"] = "NEW-ID"
-        yield _say("quarantined", text, _command("quarantine accept", *words, **options))
+        accept = _command("quarantine accept", *words, **options)
+        yield _say("quarantined", text, accept, code="quarantined-messages")
         if row.payload_bytes is None:
             said = "It has no payload, or that was dropped: then it must be sent again."
             yield _say("payload dropped", said)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 
-from txbox.admin import activity, tables
-from txbox.admin.activity import WorkerStatus
+from txbox.admin import tables
+from txbox.admin.findings import Crew
+from txbox.admin.findings import crew as read_crew
 from txbox.admin.reader import Reader, Rows
 from txbox.admin.tables import (
     QUARANTINE,
@@ -24,7 +25,6 @@ from txbox.errors import Fault, StoreError
 from txbox.identity import EFFECT_PREFIX, derived_id
 from txbox.outbox import letter_id
 from txbox.session import Session, Statement
-from txbox.store.activity import Pause, pauses, workers
 from txbox.store.dialect import as_time
 
 _ASIDE_MAX = 20
@@ -105,8 +105,7 @@ class Found:
     Attributes:
         consumer: only this one's inbox and quarantine were searched.
         searched: the consumers that have rows in the inbox.
-        workers: the processes that say they work on this database.
-        paused: the consumers that are paused.
+        crew: the processes that say they work on this database, and what is paused.
         writers: when no row was found: open transactions, which may have inserted it.
         held_for: when no row was found: the consumers under which an open transaction holds this id.
         last_attempt_at: when no row was found: when the last recorded attempt of it was.
@@ -114,16 +113,18 @@ class Found:
 
     message_id: str
     consumer: str | None
-    at: datetime
     searched: tuple[str, ...]
-    workers: tuple[WorkerStatus, ...]
-    paused: tuple[Pause, ...]
+    crew: Crew
     inbox: tuple[InInbox, ...] = ()
     outbox: InOutbox | None = None
     quarantine: tuple[QuarantinedMessage, ...] = ()
     writers: tuple[Holder, ...] = ()
     held_for: tuple[str, ...] = ()
     last_attempt_at: datetime | None = None
+
+    @property
+    def at(self) -> datetime:
+        return self.crew.at
 
 
 # -- reading ----------------------------------------------------------------------------------
@@ -135,19 +136,16 @@ def find(reader: Reader, message_id: str, consumer: str | None) -> Found:
     Args:
         consumer: look only in its inbox and quarantine, and not in the outbox.
     """
-    clock_s, paused = reader.on_database(pauses, reader.dialect)
+    crew = reader.on_database(read_crew, reader.dialect)
     consumers = _consumers(reader, "explain_consumers")
     present = _inbox_links(reader, consumers if consumer is None else [consumer], [message_id])
     inbox = [row for link in present if (row := _in_inbox(reader, link, consumers)) is not None]
     outbox = _in_outbox(reader, message_id, consumers) if consumer is None else None
-    known = reader.on_database(workers, reader.dialect)
     found = Found(
         message_id=message_id,
         consumer=consumer,
-        at=datetime.fromtimestamp(clock_s, UTC),
         searched=tuple(consumers),
-        workers=tuple(activity.statuses(known, paused)),
-        paused=tuple(paused),
+        crew=crew,
         inbox=tuple(inbox),
         outbox=outbox,
         quarantine=tuple(_aside(reader, message_id, consumer)),

@@ -9,12 +9,13 @@ from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, Generic, NamedTuple
 
-from txbox.admin import activity, tables
+from txbox.admin import activity, findings, tables
 from txbox.admin.activity import Activities, Snapshot, WorkerStatus
-from txbox.admin.doctor import Diagnosis
+from txbox.admin.doctor import Diagnosis, worst_first
 from txbox.admin.doctor.app import examine_app
 from txbox.admin.doctor.database import examine
 from txbox.admin.explain import Explanation, explained
+from txbox.admin.findings import Crew
 from txbox.admin.found import find
 from txbox.admin.reader import Audit, Reader, Rows, says_anything
 from txbox.admin.tables import (
@@ -36,7 +37,7 @@ from txbox.admin.tables import (
     age_of,
     stored_id,
 )
-from txbox.errors import ConfigurationError
+from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.outbox import LOCAL
 from txbox.store import partitions
 from txbox.store import schema as schemas
@@ -53,6 +54,8 @@ _PAGE_MS = "5000"
 _LAST = 2**63 - 1
 # rows that a page looks through at first, and how many times as many it takes next
 _STRETCH, _LONGER = 1_000, 8
+# a stretch is not made longer if that might take more than so long: well below the bound on a statement
+_STRETCH_S = 2.0
 _OPEN = ("pending", "processing", "failed", "dead", "discarded")
 #: The query that reads by an index, and the statuses that this index knows.
 _INDEXED = {
@@ -185,14 +188,28 @@ class Look(Reader):
         Returns: a sentence; None where a relay has it, or any App may take what goes there.
         """
         known = {served.name for served in self.app.routes.all()}
-        at_work = (worker for worker in self.workers() if worker.state != "silent")
-        known.update(*(worker.routes for worker in at_work))
+        known.update(*(worker.routes for worker in self.crew().alive))
         if not route or route in known or route.startswith(LOCAL):
             return None
         have = ", ".join(map(repr, sorted(known))) or "none"
         return (
             f"No relay is known to have the route {route!r}, so what goes there waits until one runs; "
             f"known routes are {have}."
+        )
+
+    def crew(self) -> Crew:
+        """Read who is at work on this database, and what is paused."""
+        return self.on_database(findings.crew, self.dialect)
+
+    def idle(self, consumer: str) -> str | None:
+        """Warn about a consumer that no running worker serves; None where one does."""
+        crew = self.crew()
+        if (pause := crew.pause_of(consumer)) is not None:
+            return f"{consumer} is paused by {pause.actor}: its messages wait until it is resumed."
+        if crew.running(consumer):
+            return None
+        return (
+            f"No running worker has the consumer {consumer!r}: its messages wait until one starts."
         )
 
     def doctor(self, *, grace: timedelta | None = None) -> Diagnosis:
@@ -211,8 +228,15 @@ class Look(Reader):
         self.on_database(examine, self.app, diagnosis)
         if says_anything(self.app):
             examine_app(self.app, diagnosis, grace)
-        diagnosis.sort()
+        diagnosis.findings = worst_first(diagnosis.findings)
         return diagnosis
+
+    def check(self) -> Diagnosis:
+        """Find what is late, dead, paused or served by nobody, the worst first; the cost does not grow with the tables.
+
+        `doctor` finds these too, beside what is wrong with settings, server and tables.
+        """
+        return self.on_database(findings.read, self.app, self.dialect)
 
     # -- pages --------------------------------------------------------------------------------
 
@@ -242,15 +266,17 @@ class Look(Reader):
                 `limit`, or none, and more behind it. None looks through the whole table.
 
         Raises:
-            ConfigurationError: `before` is no place in this table.
+            ConfigurationError: `before` is no place in this table, or `limit` is less than one.
         """
         table, reached = where.table, None
+        if limit < 1:
+            raise ConfigurationError(f"A page has at least one row: limit={limit} has none.")
         params = {**where.params(), "limit": limit}
         if table.place is None:
             mark = None if before is None else tables.mark_of(str(before))
             found = self._page_rows(f"{table.name}_list", {**params, **tables.mark_params(mark)})
         else:
-            params["before"] = _LAST if before is None else before
+            params["before"] = _LAST if before is None else tables.number_of(before)
             indexed, statuses = _INDEXED[table.name]
             if where.message_id is not None:
                 found = self._of_each(f"{table.name}_list_id", params, table)
@@ -287,13 +313,21 @@ class Look(Reader):
         while upper > 1:
             floor, looked = max(0, upper - 1 - stretch), time.monotonic()
             bounds = {"before": upper, "floor": floor, "limit": params["limit"] - len(found)}
-            found += self._page_rows(f"{table.name}_list", {**params, **bounds})
+            try:
+                found += self._page_rows(f"{table.name}_list", {**params, **bounds})
+            except StoreError as error:
+                # rows of this stretch are larger, or colder, than those before
+                if error.fault is not Fault.TIMEOUT or stretch <= _STRETCH:
+                    raise
+                stretch //= _LONGER
+                continue
             if len(found) >= params["limit"]:
                 return found, None
-            upper, stretch = floor + 1, stretch * _LONGER
             now = time.monotonic()
             # the next one takes that many times as long
-            if within_s is not None and now - began + (now - looked) * _LONGER > within_s:
+            longer = _LONGER if (now - looked) * _LONGER < _STRETCH_S else 1
+            upper, stretch = floor + 1, stretch * longer
+            if within_s is not None and now - began + (now - looked) * longer > within_s:
                 return found, upper if upper > 1 else None
         return found, None
 
@@ -408,10 +442,9 @@ def _topics(rows: Rows) -> list[TopicStatus]:
         TopicStatus(
             topic=topic,
             route=route,
-            counts={status: int(count) for status, count, _, _ in counted},
-            overdue=sum(int(late) for *_, late in counted),
+            counts={status: int(count) for status, count, _ in counted},
             oldest_waiting_s=age_of(
-                max((age for status, _, age, _ in counted if status in _UNSENT), default=None)
+                max((age for status, _, age in counted if status in _UNSENT), default=None)
             ),
         )
         for (topic, route), counted in sorted(routes.items())

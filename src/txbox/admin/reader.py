@@ -108,14 +108,30 @@ def says_anything(app: Application) -> bool:
     return bool(len(app.handlers) or app.consumptions or app.routes.all())
 
 
-def takes(app: Application, route: str, topic: str, kind: str | None, cause: str | None) -> bool:
-    """Whether a relay of this App takes such outgoing messages, now or once it has adopted them."""
-    for served in app.routes.all():
-        if (served.name == route or (not route and served.names(topic))) and (
-            served.destination is not None or app.handlers.matching(topic, kind)
-        ):
-            return True
-    return app.routes.adopts(route, topic, kind, cause)
+def routes_for(app: Application, route: str, topic: str, kind: str | None, cause: str | None) -> set[str]:  # fmt: skip
+    """The routes of this App whose relay takes such outgoing messages, now or once it has adopted them."""
+    names = {
+        served.name
+        for served in app.routes.all()
+        if (served.name == route or (not route and served.names(topic)))
+        and (served.destination is not None or app.handlers.matching(topic, kind))
+    }
+    if not names and app.routes.adopts(route, topic, kind, cause):
+        names.add(app.routes.local)
+    return names
+
+
+async def waits_of(
+    db: Session, dialect: Dialect, consumer: str, ids: Sequence[str], handlers: Sequence[Handler]
+) -> dict[str, Waits]:
+    """Read what messages of a consumer wait for, by its handlers' order; those that wait for nothing are omitted."""
+    for options in (handler.options for handler in handlers if ids and handler.options.in_order):
+        if options.ordered:
+            return await order.waits_by_arrival(
+                db, dialect, consumer, ids, dead_blocks=options.dead_blocks
+            )
+        return await order.waits_by_version(db, dialect, consumer, ids, first=options.gaps.first)
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,7 +376,6 @@ class Reader:
         """Add to messages of the inbox what they wait for, where a handler has an order."""
         waiting: dict[tuple[str, str], Waits] = {}
         for consumer, handlers in self.app.handlers.consumers().items():
-            in_order = [handler.options for handler in handlers if handler.options.in_order]
             ids = [
                 row.message_id
                 for row in messages
@@ -368,14 +383,7 @@ class Reader:
                 and row.status in (Status.PENDING, Status.FAILED)
                 and row.key is not None
             ]
-            if not in_order or not ids:
-                continue
-            options, args = in_order[0], (self.dialect, consumer, ids)
-            found = (
-                self.on_database(order.waits_by_arrival, *args, dead_blocks=options.dead_blocks)
-                if options.ordered
-                else self.on_database(order.waits_by_version, *args, first=options.gaps.first)
-            )
+            found = self.on_database(waits_of, self.dialect, consumer, ids, handlers)
             waiting |= {(consumer, message_id): what for message_id, what in found.items()}
         return [
             replace(row, waits_for=waiting.get((row.consumer, row.message_id))) for row in messages

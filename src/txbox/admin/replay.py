@@ -297,7 +297,12 @@ _ENDS = re.compile(
     r"|^\s*+end\b",
     re.IGNORECASE,
 )
-_LINE_COMMENT = re.compile(r"--[^\n]*")
+# what is quoted ends nothing, and what looks like a quote in a comment quotes nothing
+_OPAQUE = re.compile(
+    r"--[^\n]*+|/\*(?:[^*]|\*(?!/))*+(?:\*/)?+"
+    r"|'(?:[^']|'')*+'?+|\"(?:[^\"]|\"\")*+\"?+",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,6 +328,15 @@ class Rehearsed:
     result: bytes | None = None
 
 
+def _opened(found: re.Match[str]) -> str:
+    text = found[0]
+    if text.startswith(("--", "/*")):
+        return "*/"
+    # a backslash may have quoted what seems to end the string, and what has no end quotes nothing
+    closed = len(text) > 1 and text[-1] == text[0] in "'\""
+    return "''" if closed and "\\" not in text else text
+
+
 class _Refused(Exception):
     """The handler was about to end the transaction."""
 
@@ -343,8 +357,7 @@ class _Watch:
         if time.monotonic() > self.until:
             self.late = True
             raise _Refused("the time of this rehearsal is over")
-        # with its comments too: what looks like one may be in a string
-        if _ENDS.search(sql) or _ENDS.search(_LINE_COMMENT.sub("*/", sql)):
+        if _ENDS.search(_OPAQUE.sub(_opened, sql)):
             self.left = True
             raise _Refused(
                 "a rehearsal is never committed: its handler must not end the transaction"

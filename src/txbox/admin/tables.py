@@ -45,15 +45,12 @@ class TopicStatus:
     Attributes:
         route: where it goes; "" is whoever publishes or consumes the topic.
         counts: rows by status.
-        overdue: how many have been due for a minute without an attempt: no relay of the route runs,
-            or it is behind, or its broker is away.
         oldest_waiting_s: the age of the oldest row that is due, leased or failed.
     """
 
     topic: str
     route: str
     counts: dict[str, int]
-    overdue: int
     oldest_waiting_s: float | None
 
 
@@ -586,7 +583,23 @@ def mark_of(place: str) -> tuple[str, str, bytes]:
         consumer, message_id, digits = json.loads(base64.urlsafe_b64decode(place))
         if isinstance(consumer, str) and isinstance(message_id, str):
             return consumer, message_id, bytes.fromhex(str(digits))
-    raise ConfigurationError("Invalid place: copy the one that the page before ended with.")
+    raise ConfigurationError(_NO_PLACE)
+
+
+def number_of(place: int | str) -> int:
+    """The place of a row of the inbox or the outbox.
+
+    Raises:
+        ConfigurationError: not a place.
+    """
+    with suppress(ValueError, TypeError):
+        number = int(place)
+        if 0 <= number < 2**63:
+            return number
+    raise ConfigurationError(_NO_PLACE)
+
+
+_NO_PLACE = "Invalid place: copy the one that the page before ended with."
 
 
 def _columns(table: Table) -> tuple[str, ...]:

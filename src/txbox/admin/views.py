@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
-from datetime import datetime, timedelta
-from shlex import quote
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
 
 from txbox.admin.activity import WorkerStatus
 from txbox.admin.replay import ReplayFailure
 from txbox.admin.tables import (
-    COUNTED_MAX,
     INBOX,
     OUTBOX,
     QUARANTINE,
@@ -24,7 +22,7 @@ from txbox.admin.tables import (
     Verb,
 )
 from txbox.outcome import Status
-from txbox.store.activity import Pause
+from txbox.store.activity import Pause, Trouble
 from txbox.text import Cell, View, counted, moment
 
 if TYPE_CHECKING:
@@ -74,6 +72,12 @@ def spared(count: int) -> str:
     return f"{count:,} left alone: their handler broke the transaction, so what they wrote is unknown. Look at each"
 
 
+def without_payload(count: int) -> str:
+    """Why a retry in bulk leaves messages without a payload alone."""
+    bare = f"{counted(count)} without a payload cannot be retried"
+    return f"{bare}: send them again from their producer, or discard them."
+
+
 def done(count: int, noun: str, verb: str, *, dry_run: bool = False) -> str:
     """What a change did, or in a dry run would do."""
     return f"{counted(count, noun)} {'would be ' if dry_run else ''}{DONE[verb]}."
@@ -94,84 +98,6 @@ def nothing(where: Filter[Any, Any]) -> str:
     if table is QUARANTINE and criteria in ({}, {"status": table.statuses[0]}):
         return "Nothing is quarantined."
     return f"No {table.noun} matches." if criteria else f"The {table.name} is empty."
-
-
-class Warned(NamedTuple):
-    """Something that needs attention: "warn" or "bad", the problem, and what to do."""
-
-    severity: str
-    said: str
-    remedy: str
-
-
-def warnings(
-    consumers: Sequence[ConsumerStatus],
-    topics: Iterable[TopicStatus],
-    workers: Iterable[WorkerStatus],
-    paused: Iterable[Pause],
-) -> Generator[Warned]:
-    """What is stuck, by the counts of inbox and outbox, each up to `COUNTED_MAX` and one."""
-    for status in consumers:
-        name = status.consumer or UNMATCHED
-        if dead := status.counts.get("dead"):
-            remedy = "Look at the error, then retry or discard."
-            yield Warned("bad", f"{_are(dead, 'message', name)} dead.", remedy)
-        if aside := status.quarantined:
-            remedy = "They never ran: accept or discard."
-            yield Warned("warn", f"{_are(aside, 'message', name)} quarantined.", remedy)
-    for topic in topics:
-        if topic.overdue:
-            yield Warned("bad", *overdue(topic))
-        if dead := topic.counts.get("dead"):
-            said = _are(dead, "outgoing message", f"topic {topic.topic}")
-            yield Warned("bad", f"{said} dead.", "They were not sent: retry or discard.")
-    held = {pause.consumer for pause in paused}
-    yield from unattended(consumers, workers, held)
-    for status in consumers:
-        waiting = _unfinished(status)
-        if status.consumer in held and waiting:
-            wait = f"{_at_most(waiting, 'message')} wait{'s' if waiting == 1 else ''}"
-            remedy = f"`txbox resume {quote(status.consumer)}`, or the page Workers, ends that."
-            yield Warned("warn", f"{status.consumer} is paused, and {wait}.", remedy)
-
-
-def unattended(
-    consumers: Iterable[ConsumerStatus], workers: Iterable[WorkerStatus], paused: Container[str]
-) -> Generator[Warned]:
-    """What waits for a worker, and there is none."""
-    run = {name for worker in workers if worker.state != "silent" for name in worker.consumers}
-    for status in consumers:
-        waiting = _unfinished(status)
-        if waiting and status.consumer not in run and status.consumer not in paused:
-            said = f"{_are(waiting, 'message', status.consumer)} unfinished, and no worker runs this consumer."
-            yield Warned("bad", said, "Start `txbox run` of the App that has this consumer.")
-
-
-def _unfinished(status: ConsumerStatus) -> int:
-    return sum(status.counts.get(name, 0) for name in ("pending", "processing", "failed"))
-
-
-def _at_most(number: int, noun: str) -> str:
-    more = number > COUNTED_MAX
-    return f"more than {counted(COUNTED_MAX, noun)}" if more else counted(number, noun)
-
-
-def _are(number: int, noun: str, of: str) -> str:
-    return _capital(f"{_at_most(number, noun)} of {of} {'is' if number == 1 else 'are'}")
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-def overdue(status: TopicStatus) -> tuple[str, str]:
-    """The problem of overdue outgoing messages, and what to do."""
-    remedy = (
-        f"Make sure that a worker or `txbox relay` of an App with the route {status.route or 'any'} runs and "
-        "reaches the destination, or `txbox outbox reroute` them."
-    )
-    late = _capital(f"{_at_most(status.overdue, 'message')} of topic {status.topic}")
-    return f"{late} should have left more than a minute ago.", remedy
 
 
 def consumers(statuses: Iterable[ConsumerStatus]) -> View:
@@ -221,6 +147,22 @@ def workers(found: Iterable[WorkerStatus]) -> View:
              each.seen_at)
         )  # fmt: skip
     return view
+
+
+def _where(trouble: Trouble) -> str:
+    name = trouble.name or "any"
+    return name if trouble.topic is None else f"{name}, topic {trouble.topic}"
+
+
+def troubles(found: Iterable[WorkerStatus]) -> View:
+    """The brokers that processes wait for."""
+    rows: list[tuple[Cell, ...]] = [
+        (f"{worker.host}:{worker.pid}", trouble.kind, _where(trouble),
+         datetime.fromtimestamp(trouble.since_s, UTC), trouble.error)
+        for worker in found
+        for trouble in worker.troubles
+    ]  # fmt: skip
+    return View(("process", "cannot reach", "name", "since", "error"), rows)
 
 
 def pauses(found: Iterable[Pause]) -> View:

@@ -348,6 +348,8 @@ def _change(args: argparse.Namespace) -> int:
                 return 1
             with progress(args.verb, expected or None) as bar:
                 results = [change(targets[0], **who, progress=bar, most=expected)]
+        if args.verb == "retry" and args.kind is InboxFilter:
+            _warn_of_idle(admin, targets, results)
         left = [
             admin.why_not(args.verb, where)
             for where, result in zip(targets, results, strict=True)
@@ -359,6 +361,18 @@ def _change(args: argparse.Namespace) -> int:
     for sentence in left:
         print_error(shown(sentence))
     return 0 if well and not left else 1
+
+
+def _warn_of_idle(
+    admin: Admin, targets: Sequence[Filter[Any, Any]], results: Sequence[Changed]
+) -> None:
+    """Say at once that nobody runs what was retried."""
+    named = {where.criteria().get("consumer") for where in targets}
+    named |= {key["consumer"] for result in results for key in result.sample}
+    if any(result.count for result in results):
+        for consumer in sorted(filter(None, named)):
+            if warning := admin.idle(consumer):
+                print_error(f"warning: {shown(warning)}")
 
 
 def _canary(args: argparse.Namespace, where: Filter[Any, Any], *, named: bool) -> int:
@@ -418,13 +432,13 @@ def _agreed_to_change(args: argparse.Namespace, count: int, where: Filter[Any, A
 def _print_changed(args: argparse.Namespace, results: Sequence[Changed]) -> bool:
     """Report what was changed; returns whether nothing was refused."""
     table: Table = args.kind.table
-    count, spared = (
-        sum(getattr(result, name) for result in results) for name in ("count", "spared")
-    )
+    names = ("count", "spared", "without_payload")
+    count, spared, bare = (sum(getattr(result, name) for result in results) for name in names)
     sample = [key for result in results for key in result.sample][:10]
     refused = [refusal for result in results for refusal in result.refused]
     if args.json:
         told = {"action": args.verb, "dry_run": args.dry_run, "count": count, "spared": spared}
+        told["without_payload"] = bare
         print_json({**told, "sample": sample, "refused": refused})
     else:
         if args.dry_run and sample:
@@ -436,6 +450,8 @@ def _print_changed(args: argparse.Namespace, results: Sequence[Changed]) -> bool
             print_line(
                 f"{views.spared(spared)}, then name it by id, or all of them with --error-type TransactionBroken."
             )
+        if bare:
+            print_line(views.without_payload(bare))
     for sentence in views.refusals(table, refused):
         print_error(shown(sentence))
     return not refused

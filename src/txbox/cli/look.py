@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from txbox.admin import Admin, views
-from txbox.admin.doctor import SEVERITIES, Diagnosis
+from txbox.admin.doctor import SEVERITIES, Diagnosis, Finding
 from txbox.admin.explain import Explanation
 from txbox.admin.tables import (
     INBOX,
@@ -22,7 +23,15 @@ from txbox.admin.tables import (
     place_of,
 )
 from txbox.cli import add_command, print_error
-from txbox.cli.options import add_filter, add_grace, add_options, admin_of, count, filter_of
+from txbox.cli.options import (
+    add_audit,
+    add_filter,
+    add_grace,
+    add_options,
+    admin_of,
+    count,
+    filter_of,
+)
 from txbox.cli.output import (
     as_json,
     print_json,
@@ -34,7 +43,6 @@ from txbox.cli.output import (
     readable,
     shown,
 )
-from txbox.errors import ConfigurationError
 from txbox.text import counted
 
 _WORTH_A_LINE = 1024 * 1024
@@ -87,9 +95,6 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
     place = f"--before {(table.place or 'place').upper()}"
     there = "continue the list: the last page prints this at its end"
     add_options(listed, {place: there}, type=count if table.place else None)
-    if table is INBOX:
-        aside = "list the quarantine instead; only with --consumer and --limit"
-        add_options(listed, {"--quarantined": aside})
     listed.set_defaults(kind=kind, limit=50)
     show = add_command(
         commands, "show", _show, common, help=f"show everything about one {table.noun}",
@@ -104,7 +109,8 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
         else:
             metavar, told = _KEY[column]
             add_options(show, {f"{column} {metavar}": told}, nargs=None if table.place else "?")
-    add_options(show, {"--reveal": "show payload and header values, too"})
+    add_options(show, {"--reveal": "show payload and header values, too; kept in the audit"})
+    add_audit(show)
     show.set_defaults(kind=kind)
 
 
@@ -139,16 +145,18 @@ def _print_explanation(told: Explanation) -> None:
 def _status(args: argparse.Namespace) -> int:
     """Counts the messages of each consumer by status, and those in quarantine, with the age of the oldest
     unfinished one (pending, processing or failed). Below: outgoing messages by topic, route and status, paused
-    consumers, the size of large tables, and the partitions.
+    consumers, the size of large tables, the partitions, and what `txbox doctor` finds wrong with any of these.
     """
     with admin_of(args) as admin:
         consumers, topics = admin.status(), admin.topics()
         tables, partitions = admin.sizes()
-        paused, workers = admin.pauses(), admin.workers()
+        paused, checked = admin.pauses(), admin.check()
     if args.json:
         print_json(
             {
                 "consumers": consumers, "outbox": topics, "tables": tables, "partitions": partitions, "paused": paused,
+                "findings": _plain(checked.findings),
+                "unchecked": checked.unchecked,
             }
         )  # fmt: skip
         return 0
@@ -156,15 +164,8 @@ def _status(args: argparse.Namespace) -> int:
         print_table(*views.consumers(consumers))
     else:
         print_line("The inbox is empty.")
-    held = {pause.consumer for pause in paused}
-    for warned in views.unattended(consumers, workers, held):
-        print_line(shown(f"{warned.said} {warned.remedy}"))
     print_section("Paused", *views.pauses(paused))
     print_section("Outbox", *views.topics(topics))
-    for topic in topics:
-        if topic.overdue:
-            said, remedy = views.overdue(topic)
-            print_line(shown(f"{said} {remedy}"))
     if consumers or topics:
         # what is a page or two says nothing
         large = [
@@ -173,6 +174,9 @@ def _status(args: argparse.Namespace) -> int:
         print_section("Size", *views.sizes(large))
     if partitions is not None:
         _print_partitions(partitions)
+    if checked.findings or checked.unchecked:
+        print_line("\nFindings:")
+        _print_findings(checked)
     return 0
 
 
@@ -189,10 +193,6 @@ def _print_partitions(partitions: PartitionStatus) -> None:
 
 def _list(args: argparse.Namespace) -> int:
     where = filter_of(args)
-    if getattr(args, "quarantined", False):
-        if set(where.criteria()) - {"consumer"} or args.before:
-            raise ConfigurationError("--quarantined takes only the filter --consumer, and --limit.")
-        where = QuarantineFilter(consumer=args.consumer, status="quarantined")
     table = where.table
     with admin_of(args) as admin:
         rows = admin.list(where, limit=args.limit, before=args.before)
@@ -214,10 +214,12 @@ def _show(args: argparse.Namespace) -> int:
     where = args.kind(**{name: getattr(args, name) for name in table.key})
     aside: Sequence[Any] = ()
     with admin_of(args) as admin:
-        found = admin.show(where, reveal=args.reveal)
+        show: Any = admin.show
+        if args.reveal:
+            show = partial(admin.reveal, actor=args.actor, reason=args.reason)
+        found = show(where)
         if table is INBOX:
-            same = QuarantineFilter(consumer=where.consumer, message_id=where.message_id)
-            aside = admin.show(same, reveal=args.reveal)
+            aside = show(QuarantineFilter(consumer=where.consumer, message_id=where.message_id))
         if not found and not aside:
             print_error(_unknown(admin, where))
             return 1
@@ -293,21 +295,28 @@ def _doctor(args: argparse.Namespace) -> int:
     with admin_of(args) as admin:
         diagnosis = admin.doctor(grace=args.grace)
     if args.json:
-        names = ("code", "severity", "problem", "remedy")
-        found = [{name: getattr(one, name) for name in names} for one in diagnosis.findings]
-        print_json({"findings": found, "unchecked": diagnosis.unchecked})
+        print_json({"findings": _plain(diagnosis.findings), "unchecked": diagnosis.unchecked})
     else:
         _print_diagnosis(diagnosis)
     return 1 if diagnosis.at_least(args.fail_on) else 0
 
 
-def _print_diagnosis(diagnosis: Diagnosis) -> None:
+def _plain(findings: Sequence[Finding]) -> list[dict[str, str]]:
+    names = ("code", "severity", "problem", "remedy")
+    return [{name: getattr(finding, name) for name in names} for finding in findings]
+
+
+def _print_findings(diagnosis: Diagnosis) -> None:
     for finding in diagnosis.findings:
         print_line(f"{finding.severity}  {finding.code}")
         print_line(f"    {shown(finding.problem)}")
         print_line(f"    -> {shown(finding.remedy)}")
     for unchecked in diagnosis.unchecked:
         print_line(f"not checked  {shown(unchecked.what)}: {shown(unchecked.why)}")
+
+
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
+    _print_findings(diagnosis)
     counts = (
         counted(sum(one.severity == severity for one in diagnosis.findings), severity)
         for severity in SEVERITIES

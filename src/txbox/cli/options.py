@@ -225,7 +225,8 @@ def _with_file(app: App, args: argparse.Namespace) -> App:
     from txbox.connections.sqlite import SqliteDatabase
 
     database = app.database
-    makes = args.command == "init" or getattr(args, "action", None) in _MAKING
+    # the other one connects to nothing
+    makes = args.command in ("init", "asyncapi") or getattr(args, "action", None) in _MAKING
     if isinstance(database, SqliteDatabase) and not makes and not Path(database.path).exists():
         raise ConfigurationError(
             f"There is no SQLite file {str(Path(database.path).absolute())!r}: correct the name, "

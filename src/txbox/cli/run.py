@@ -32,7 +32,7 @@ from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, MessageEv
 from txbox.maintenance import JOBS, Report, Task, scheduled
 from txbox.observers.logging import current_trace
 from txbox.policy import GRACE
-from txbox.worker.driving import Driver
+from txbox.worker.driving import Driver, check_tables
 from txbox.worker.supervisor import (
     GAVE_UP,
     HEALTH_FD,
@@ -58,6 +58,7 @@ _LOGS = {
     "--verbose": "log every event, not only trouble",
 }
 _BACKLOG = 2048
+_PULSE_END_S = 3.0
 _LOOPBACK = "127.0.0.1"
 _GIVEN_UP = "Dead and quarantined messages wait for you: exit status 1."
 
@@ -161,7 +162,7 @@ def _started(
     with opened(args, handlers=handlers) as app:
         log_libraries()
         driver = Driver(app)
-        driver.perform(app.protocol.check_schema)
+        check_tables(app, driver, time.sleep)
         yield app, driver
 
 
@@ -329,7 +330,9 @@ def _relay(args: argparse.Namespace) -> int:
             kind="relay",
             name=args.app,
             routes=[route.name for route in app.routes.all()],
-            doing=lambda: Doing(state="draining" if stopped.is_set() else "running"),
+            doing=lambda: Doing(
+                state="draining" if stopped.is_set() else "running", troubles=relays.troubles()
+            ),
         )  # fmt: skip
 
         def awaited() -> list[str]:
@@ -372,7 +375,7 @@ def _relay(args: argparse.Namespace) -> int:
 def _maintain(args: argparse.Namespace) -> int:
     with _started(args) as (app, driver):
         if not args.once:
-            _maintain_until_stopped(app, driver)
+            _maintain_until_stopped(app, driver, args.app or "")
             return 0
         reports: list[Report] = []
         for job in JOBS:
@@ -396,27 +399,47 @@ def _note(report: Report) -> str:
     return "outside of its window" if report.closed else ""
 
 
-def _maintain_until_stopped(app: App, driver: Driver) -> None:
+def _maintain_until_stopped(app: App, driver: Driver, name: str) -> None:
+    from txbox.worker.pulse import Pulse
+
     stopped = Stop()
+    ends: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def ended(error: BaseException | None) -> None:
+        ends.put(error)
+        stopped.set()
+
+    pulse = Pulse(app, driver, kind="maintain", name=name)
+    with draining_on_signals(stopped.set, GRACE.total_seconds()):
+        try:
+            pulse.start(ended)
+            _maintain_by_schedule(app, driver, stopped)
+        finally:
+            pulse.end(_PULSE_END_S)
+    while not ends.empty():
+        if (error := ends.get()) is not None:
+            raise error
+
+
+def _maintain_by_schedule(app: App, driver: Driver, stopped: Stop) -> None:
     task = Task(stop=stopped.is_set)
     paused_at: float | None = None
-    with draining_on_signals(stopped.set, GRACE.total_seconds()):
-        for job in scheduled(app, stopped.wait):
-            try:
-                driver.perform(job.run, app, task)
-            except StoreUnavailable as error:
-                paused_at = paused_at or time.monotonic()
-                wait_s = job.every(app).total_seconds()
-                app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=wait_s))
-            except Exception as error:  # noqa: BLE001  # see contain
-                if isinstance(error, StoreError) and error.fault in CURABLE:
-                    _log.debug("Put off while the database is busy: %s", error)
-                else:
-                    app.protocol.contain(Boundary.JOB, error)
+    for job in scheduled(app, stopped.wait):
+        try:
+            driver.perform(job.run, app, task)
+        except StoreUnavailable as error:
+            paused_at = paused_at or time.monotonic()
+            wait_s = job.every(app).total_seconds()
+            app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=wait_s))
+        except Exception as error:  # noqa: BLE001  # see contain
+            if isinstance(error, StoreError) and error.fault in CURABLE:
+                _log.debug("Put off while the database is busy: %s", error)
             else:
-                if paused_at is not None:
-                    app.events.emit(ConsumptionResumed(paused_s=time.monotonic() - paused_at))
-                    paused_at = None
+                app.protocol.contain(Boundary.JOB, error)
+        else:
+            if paused_at is not None:
+                app.events.emit(ConsumptionResumed(paused_s=time.monotonic() - paused_at))
+                paused_at = None
 
 
 # -- ui -------------------------------------------------------------------------------------------

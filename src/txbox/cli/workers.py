@@ -40,10 +40,10 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _workers(args: argparse.Namespace) -> int:
-    """Lists the processes of `txbox run` and `txbox relay` on this database: where they run, what they consume, how
-    busy they are, and when they were last heard of, which is every few seconds. One that was not heard of for half
-    a minute is silent: killed, hanging, or cut off from the database. After an hour it is forgotten. Below: paused
-    consumers.
+    """Lists the processes of `txbox run`, `txbox relay` and `txbox maintain` on this database: where they run, what
+    they consume, how busy they are, and when they were last seen, which is every few seconds. One that was not seen
+    for half a minute is silent: killed, hanging, or cut off from the database. After an hour it is forgotten. Below:
+    brokers that they cannot reach, and paused consumers.
     """
     with admin_of(args) as admin:
         workers, paused = admin.workers(), admin.pauses()
@@ -53,7 +53,10 @@ def _workers(args: argparse.Namespace) -> int:
     if workers:
         print_table(*views.workers(workers))
     else:
-        print_line("No process of `txbox run` or `txbox relay` is at work on this database.")
+        print_line(
+            "No process of `txbox run`, `txbox relay` or `txbox maintain` is at work on this database."
+        )
+    print_section("Brokers", *views.troubles(workers))
     print_section("Paused", *views.pauses(paused))
     return 0
 
@@ -218,6 +221,14 @@ def _screen(found: Snapshot) -> list[str]:
         *_table(_CONSUMER, consumers),
         *(_table(_ROUTE, routes) if routes else ()),
         *_table(_WORKER, at_work),
+        *(
+            clipped(
+                shown(f"{trouble.kind} {trouble.name or 'any'} away for {ago}: {trouble.error}"), 80
+            )
+            for worker in found.workers
+            for trouble in worker.troubles
+            for ago in (_time(max(0.0, found.at.timestamp() - trouble.since_s)),)
+        ),
     ]
 
 

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 from weakref import WeakSet
 
 from txbox.connections.settings import Settings
-from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
+from txbox.errors import FULL, ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
 from txbox.session import Connection, Connections, Raised, Result, Statement, Statements, at
 from txbox.store.dialect import Dialect
 
@@ -133,6 +133,15 @@ class Database:
 
     def _unreachable(self, error: BaseException, code: str | None) -> StoreUnavailable:
         said = server_message(error) or type(error).__name__
+        if code is None and _NO_ROOM.search(said):
+            code = "53300"
+        if code in FULL:
+            return StoreUnavailable(
+                f"Cannot connect to {self.name} ({said}, {code}): the server, or the limit of this user, has no free "
+                "connection. Run fewer processes or smaller pools, put a pooler between, or raise the limit.",
+                fault=Fault.UNAVAILABLE,
+                code=code,
+            )
         # libpq gives no SQLSTATE for a failed connection, but it does tell whether a password was requested
         tried = getattr(error, "pgconn", None)
         refused = tried is not None and (tried.used_password or tried.needs_password)
@@ -291,6 +300,9 @@ def not_in_transaction(tx: Any) -> ConfigurationError:
 
 # a wrong user, password or database name: SQLSTATE, or MySQL's number
 _REFUSALS = frozenset({"28P01", "28000", "3D000", "1044", "1045", "1049", "1698"})
+# libpq keeps the SQLSTATE of a failed connection to itself, so only the sentences of 53300 tell it from a wrong
+# password. In another language it counts as any other failure to connect.
+_NO_ROOM = re.compile(r"too many (?:clients already|connections for)|connection slots are reserved")
 
 
 def is_refusal(code: str | None) -> bool:

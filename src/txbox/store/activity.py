@@ -26,6 +26,8 @@ BOUNDS_S = (
 COUNTED = ("received", "processed", "duplicate", "deferred", "failed", "dead", "quarantined")
 
 Kind = Literal["consumer", "route"]
+# of one route
+_TROUBLES_MAX = 10
 # minutes folded per transaction
 _FOLDED = 30
 
@@ -166,6 +168,24 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """A broker from which a process cannot receive, or to which it cannot send.
+
+    Attributes:
+        name: the source, or the route of the outbox.
+        since_s: seconds since the epoch.
+        error: what the broker, or its client, said last.
+        topic: the only one that a route cannot send; None for all of them.
+    """
+
+    kind: Literal["source", "route"]
+    name: str
+    since_s: int
+    error: str
+    topic: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Doing:
     """What a worker process is doing right now.
 
@@ -174,12 +194,14 @@ class Doing:
         busy: lanes with work.
         leases: inbox rows it holds.
         in_flight: deliveries received and not yet acknowledged.
+        troubles: the brokers that it waits for.
     """
 
     state: str = "running"
     busy: int = 0
     leases: int = 0
     in_flight: int = 0
+    troubles: tuple[Trouble, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +231,7 @@ async def write(
     Args:
         counted: totals of minutes; they replace those written before.
     """
-    heartbeat = dialect.statement("worker_write", {**_flat(identity), **_fields(doing)})
+    heartbeat = dialect.statement("worker_write", _flat(identity, doing))
     if not counted:
         await db.alone(heartbeat)
         return
@@ -319,6 +341,7 @@ def _worker(row: Sequence[Any]) -> Worker:
     started, seen = as_time(started_at), as_time(seen_at)
     assert started is not None
     assert seen is not None
+    received, sent = _named(sources), _named(routes)
     return Worker(
         identity=Identity(
             worker=str(worker),
@@ -328,26 +351,52 @@ def _worker(row: Sequence[Any]) -> Worker:
             version=str(version),
             app=str(app),
             consumers=tuple(json.loads(consumers)),
-            sources={name: tuple(topics) for name, topics in json.loads(sources).items()},
-            routes=tuple(json.loads(routes)),
+            sources={name: tuple(of.get("topics", ())) for name, of in received.items()},
+            routes=tuple(sent),
             lanes=int(lanes),
         ),
-        doing=Doing(state=str(state), busy=int(busy), leases=int(leases), in_flight=int(in_flight)),
+        doing=Doing(
+            state=str(state),
+            busy=int(busy),
+            leases=int(leases),
+            in_flight=int(in_flight),
+            troubles=(*_troubles("source", received), *_troubles("route", sent)),
+        ),
         started_at=started,
         seen_at=seen,
         silent_s=max(0.0, float(silent_s)),
     )
 
 
-def _flat(identity: Identity) -> dict[str, Any]:
-    lists = {
-        name: json.dumps(getattr(identity, name)) for name in ("consumers", "sources", "routes")
+def _named(text: str) -> dict[str, dict[str, Any]]:
+    """Sources or routes by their names; a process of another release may have written less of them."""
+    names: Any = json.loads(text)
+    known: dict[str, Any] = names if hasattr(names, "items") else dict.fromkeys(names)
+    return {name: of if isinstance(of, dict) else {} for name, of in known.items()}
+
+
+def _troubles(kind: Literal["source", "route"], named: Mapping[str, dict[str, Any]]) -> list[Trouble]:  # fmt: skip
+    return [
+        Trouble(kind=kind, name=name, since_s=since_s, error=error, topic=topic)
+        for name, of in named.items()
+        for since_s, error, topic in of.get("away", ())
+    ]
+
+
+def _flat(identity: Identity, doing: Doing) -> dict[str, Any]:
+    """The columns of a row; each source and route has its troubles with it."""
+    row = {name: getattr(value, name) for value in (identity, doing) for name in value.__slots__}
+    sources: dict[str, dict[str, Any]] = {
+        name: {"topics": topics} for name, topics in identity.sources.items()
     }
-    return {**_fields(identity), **lists}
-
-
-def _fields(value: Identity | Doing) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__slots__}
+    routes: dict[str, dict[str, Any]] = {name: {} for name in identity.routes}
+    for trouble in row.pop("troubles"):
+        of = (sources if trouble.kind == "source" else routes).setdefault(trouble.name, {})
+        away = of.setdefault("away", [])
+        if len(away) < _TROUBLES_MAX:
+            away.append((trouble.since_s, trouble.error, trouble.topic))
+    lists = {"consumers": identity.consumers, "sources": sources, "routes": routes}
+    return {**row, **{name: json.dumps(value) for name, value in lists.items()}}
 
 
 # -- paused consumers -------------------------------------------------------------------------

@@ -289,13 +289,9 @@ SELECT [text own.consumer], count(*)
 CASE WHEN status <> 'pending' THEN status WHEN available_at <= [stable_now] THEN 'due'
                     WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
 
--- fragment: overdue
--- Due for over a minute and never tried.
-status = 'pending' AND token IS NULL AND attempts = 0 AND available_at < [stable_ago 60]
-
 -- name: outbox_status
-SELECT own.topic, own.route, own.state, count(*), [age min(own.staged_at)], count(*) FILTER (WHERE own.overdue)
-  FROM (SELECT topic, route, staged_at, [overdue] AS overdue, [state] AS state FROM txbox_outbox) AS own
+SELECT own.topic, own.route, own.state, count(*), [age min(own.staged_at)]
+  FROM (SELECT topic, route, staged_at, [state] AS state FROM txbox_outbox) AS own
  GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
 
 -- fragment: some status
@@ -320,12 +316,12 @@ SELECT own.topic, own.route, own.state, count(*), [age min(own.staged_at)], coun
        [oldest 'failed']
 
 -- fragment: unsent condition order
-SELECT * FROM (SELECT topic, route, staged_at, [overdue] AS overdue, [state] AS state
+SELECT * FROM (SELECT topic, route, staged_at, [state] AS state
                          FROM txbox_outbox WHERE [condition] ORDER BY [order] LIMIT :most::integer)
 
 -- name: outbox_open
 -- As outbox_status, of what has not left: counted up to a limit, and not more than that is read.
-SELECT own.topic, own.route, own.state, count(*), [age min(own.staged_at)], count(*) FILTER (WHERE own.overdue)
+SELECT own.topic, own.route, own.state, count(*), [age min(own.staged_at)]
   FROM ([unsent status = 'pending', route, available_at, number] AS waiting
         UNION ALL
         [unsent status <> 'pending' AND status = 'dead', number] AS ended) AS own
@@ -670,28 +666,41 @@ SELECT [clock]
 -- nothing: doctor_backend doctor_functions doctor_storage doctor_standbys
 
 -- name: doctor_messages
--- Of the oldest of a consumer and status: topics and types, how many, since when, and how many are late. Each of these
--- rows may be a page of its own; how many there are of all, up to a limit, the index knows alone. One that is never
--- due is late as well.
-SELECT [text own.topic], [text own.type], count(*), [age min(own.received_at)],
-       count(CASE WHEN own.until < [ago :late_s] THEN 1 END),
+-- Of a consumer and status: the age of the oldest, how many of the oldest have lost their lease, and how many there are
+-- of all, up to a limit. Each row that is looked at may be a page of its own; the count needs the index alone.
+SELECT [age min(own.received_at)], count(CASE WHEN own.expired THEN 1 END), count(CASE WHEN own.endless THEN 1 END),
        (SELECT count(*) FROM (SELECT 1 FROM [by_status] AND [open] status = :status::text
                                LIMIT :counted::integer) AS alike)
-  FROM (SELECT topic, type, received_at,
-               CASE WHEN status = 'processing' THEN lease_until
-                    WHEN has_payload AND status <> 'dead' THEN coalesce(next_attempt_at, updated_at) END AS until
+  FROM (SELECT received_at,
+               status = 'processing' AND (lease_until IS NULL OR lease_until < [ago :late_s]) AS expired,
+               status <> 'dead' AND status <> 'processing' AND has_payload AND next_attempt_at IS NULL AS endless
           FROM [by_status] AND [open] status = :status::text
          ORDER BY arrival LIMIT :limit::integer) AS own
- GROUP BY own.topic, own.type
+
+-- fragment: late starts
+SELECT message_id, status, topic, type, next_attempt_at FROM [inbox_by_due]
+         WHERE [is_due [starts]] AND next_attempt_at < [stable_ago :late_s]
+         ORDER BY next_attempt_at LIMIT :limit::integer
+
+-- name: doctor_late
+-- Those of a consumer that have been due for longest, if for so long.
+SELECT [text own.message_id], own.status, [text own.topic], [text own.type], [age own.next_attempt_at]
+  FROM (SELECT * FROM ([late starts = 0]) AS once
+         UNION ALL
+        SELECT * FROM ([late starts > 0]) AS again) AS own
 
 -- name: doctor_outgoing
--- Of those of a route that are due first, as doctor_messages.
-SELECT [text own.topic], [text own.type], [text own.cause_consumer], count(*), [age min(own.staged_at)],
-       count(CASE WHEN own.token IS NULL AND own.attempts = 0 AND own.available_at < [ago :late_s] THEN 1 END)
-  FROM (SELECT topic, type, cause_consumer, staged_at, token, attempts, available_at
-          FROM [outbox_by_due] WHERE status = 'pending' AND route = :route::text
-         ORDER BY available_at, number LIMIT :limit::integer) AS own
- GROUP BY own.topic, own.type, own.cause_consumer
+-- Of those of a route that have been due for longest, if for so long: how many, for how long, and how many of them wait
+-- for no other one of their key.
+SELECT [text late.topic], [text late.type], [text late.cause_consumer], count(*), [age min(late.available_at)],
+       sum(late.foremost)
+  FROM (SELECT own.topic, own.type, own.cause_consumer, own.available_at,
+               CASE WHEN own.key IS NULL OR [before_it] IS NULL THEN 1 ELSE 0 END AS foremost
+          FROM (SELECT topic, type, cause_consumer, available_at, route, txbox_outbox.key, number
+                  FROM [outbox_by_due] WHERE status = 'pending' AND route = :route::text
+                   AND available_at < [stable_ago :late_s]
+                 ORDER BY available_at, number LIMIT :limit::integer) AS own) AS late
+ GROUP BY late.topic, late.type, late.cause_consumer
 
 -- name: doctor_routes
 -- Routes with rows that wait, by a jump in the index for each of them.
@@ -709,9 +718,9 @@ SELECT count(*), [age min(own.staged_at)]
          ORDER BY number LIMIT :limit::integer) AS own
 
 -- name: doctor_quarantined
-SELECT [text own.consumer], count(*), [age min(own.received_at)]
-  FROM (SELECT consumer, received_at FROM txbox_quarantine WHERE status = 'quarantined' LIMIT :limit::integer) AS own
- GROUP BY own.consumer ORDER BY own.consumer
+SELECT count(*), [age min(own.received_at)]
+  FROM (SELECT received_at FROM txbox_quarantine
+         WHERE consumer = :consumer::text AND status = 'quarantined' LIMIT :limit::integer) AS own
 
 -- name: doctor_pruning
 -- When pruning ran last, how old the tables are, and whether there is any row.
@@ -870,8 +879,8 @@ VALUES (:worker::text, :kind::text, :host::text, :pid::bigint, :version::text, :
         :sources::text, :routes::text, :lanes::integer, :state::text, :busy::integer, :leases::integer,
         :in_flight::integer)
 ON CONFLICT (worker) DO UPDATE
-   SET state = excluded.state, busy = excluded.busy, leases = excluded.leases, in_flight = excluded.in_flight,
-       seen_at = [now]
+   SET sources = excluded.sources, routes = excluded.routes, state = excluded.state, busy = excluded.busy,
+       leases = excluded.leases, in_flight = excluded.in_flight, seen_at = [now]
 
 -- name: worker_gone
 DELETE FROM txbox_worker WHERE worker = :worker::text

@@ -522,14 +522,9 @@ SELECT count(*) AS triggers, 'origin' AS role FROM information_schema.tables
 -- ---- admin/look.py, admin/changes.py, admin/replay.py ---------------------------------------------------------------
 
 -- name: outbox_status
--- Overdue: due for over a minute and never tried.
 SELECT [text own.topic], [text own.route], own.state, count(*),
-       TIMESTAMPDIFF(MICROSECOND, min(own.staged_at), UTC_TIMESTAMP(6)) / 1e6, CAST(sum(own.overdue) AS SIGNED)
-  FROM (SELECT topic, route, staged_at,
-               status = 'pending' AND token IS NULL AND attempts = 0
-               AND available_at < UTC_TIMESTAMP(6) - INTERVAL 1 MINUTE AS overdue,
-               [state] AS state
-          FROM txbox_outbox) AS own
+       TIMESTAMPDIFF(MICROSECOND, min(own.staged_at), UTC_TIMESTAMP(6)) / 1e6
+  FROM (SELECT topic, route, staged_at, [state] AS state FROM txbox_outbox) AS own
  GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
 
 -- fragment: look
@@ -543,8 +538,7 @@ SELECT [text own.topic], [text own.route], own.state, count(*),
  ORDER BY own.consumer
 
 -- fragment: outgoing status
-[text found.topic], [text found.route], [state] AS state, count(*), [age min(found.staged_at)],
-       CAST(sum([overdue]) AS SIGNED)
+[text found.topic], [text found.route], [state] AS state, count(*), [age min(found.staged_at)]
   FROM (SELECT id FROM txbox_outbox WHERE status = [status]
          ORDER BY route, available_at, number LIMIT :most) AS oldest
        STRAIGHT_JOIN txbox_outbox AS found FORCE INDEX (PRIMARY) ON found.id = oldest.id
@@ -591,6 +585,7 @@ SELECT own.consumer, own.message_id, :hash, 'replaced', :reason, own.topic, own.
        own.content_type, own.headers, own.origin, own.payload, own.key_id
   FROM txbox_inbox AS own WHERE own.consumer = :consumer AND own.message_id = :message_id
 ON DUPLICATE KEY UPDATE
+       reason = CASE WHEN txbox_quarantine.status = 'quarantined' THEN txbox_quarantine.reason ELSE :reason END,
        status = CASE WHEN txbox_quarantine.status = 'quarantined' THEN txbox_quarantine.status ELSE 'replaced' END,
        headers = own.headers, payload = own.payload, key_id = own.key_id, updated_at = UTC_TIMESTAMP(6)
 
@@ -815,5 +810,5 @@ INSERT INTO txbox_worker (worker, kind, host, pid, version, app, consumers, sour
 VALUES (:worker, :kind, :host, :pid, :version, :app, :consumers, :sources, :routes, :lanes, :state, :busy, :leases,
         :in_flight)
 ON DUPLICATE KEY UPDATE
-    state = VALUES(state), busy = VALUES(busy), leases = VALUES(leases), in_flight = VALUES(in_flight),
-    seen_at = UTC_TIMESTAMP(6)
+    sources = VALUES(sources), routes = VALUES(routes), state = VALUES(state), busy = VALUES(busy),
+    leases = VALUES(leases), in_flight = VALUES(in_flight), seen_at = UTC_TIMESTAMP(6)

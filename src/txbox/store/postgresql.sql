@@ -841,6 +841,7 @@ SELECT consumer, message_id, :hash::bytea, 'replaced', :reason::text, topic, typ
   FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
 ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE
    SET status = CASE WHEN own.status = 'quarantined' THEN own.status ELSE 'replaced' END,
+       reason = CASE WHEN own.status = 'quarantined' THEN own.reason ELSE excluded.reason END,
        headers = excluded.headers, payload = excluded.payload, key_id = excluded.key_id, updated_at = clock_timestamp()
 
 -- fragment: ahead_of_it route

@@ -489,6 +489,7 @@ SELECT consumer, message_id, :hash, 'replaced', :reason, topic, type, key,
   FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
 ON CONFLICT (consumer, message_id, hash) DO UPDATE
    SET status = CASE WHEN txbox_quarantine.status = 'quarantined' THEN txbox_quarantine.status ELSE 'replaced' END,
+       reason = CASE WHEN txbox_quarantine.status = 'quarantined' THEN txbox_quarantine.reason ELSE excluded.reason END,
        headers = excluded.headers, payload = excluded.payload, key_id = excluded.key_id, updated_at = [now]
 
 -- name: quarantine_end
@@ -542,19 +543,17 @@ WITH RECURSIVE found(status, consumer) AS (
 SELECT status, consumer FROM found WHERE consumer IS NOT NULL LIMIT :limit
 
 -- name: doctor_messages
--- Of the oldest of a consumer and status: topics and types, how many, since when, and how many are late.
-SELECT own.topic, own.type, count(*), [age min(own.received_at)],
-       count(CASE WHEN julianday(own.until) < julianday('now') - :late_s / 86400.0 THEN 1 END),
+-- This index alone has the rows of a status in the order of their arrival.
+SELECT [age min(own.received_at)], count(CASE WHEN own.expired THEN 1 END), count(CASE WHEN own.endless THEN 1 END),
        (SELECT count(*) FROM (SELECT 1 FROM txbox_inbox INDEXED BY txbox_inbox_status
                                WHERE status <> 'processed' AND status = :status AND consumer = :consumer
                                LIMIT :counted) AS alike)
-  FROM (SELECT topic, type, received_at,
-               CASE WHEN status = 'processing' THEN lease_until
-                    WHEN has_payload AND status <> 'dead' THEN coalesce(next_attempt_at, updated_at) END AS until
+  FROM (SELECT received_at,
+               status = 'processing' AND (lease_until IS NULL OR lease_until < [ago :late_s]) AS expired,
+               status <> 'dead' AND status <> 'processing' AND has_payload AND next_attempt_at IS NULL AS endless
           FROM txbox_inbox INDEXED BY txbox_inbox_status
          WHERE status <> 'processed' AND status = :status AND consumer = :consumer
          ORDER BY arrival LIMIT :limit) AS own
- GROUP BY own.topic, own.type
 
 -- ---- admin/found.py -------------------------------------------------------------------------------------------------
 

@@ -361,7 +361,8 @@ class Dashboard:
                 counts: list[Any] = [
                     (row.consumer, row.counts, row.quarantined) for row in consumers
                 ]
-                counts += [(row.topic, row.route, row.counts, row.overdue) for row in topics]
+                counts += [(row.topic, row.route, row.counts) for row in topics]
+                counts += [(one.code, one.query) for one in self.admin.check().findings]
                 digest = hashlib.sha256(repr(counts).encode()).hexdigest()
                 self._summary = (time.monotonic(), digest)
         self._pages.seen = hashlib.sha256(f"{digest}{changes}".encode()).hexdigest()[:16]

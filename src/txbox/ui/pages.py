@@ -203,11 +203,12 @@ class Pages:
         consumers, topics = asked.admin.overview()
         last, step = _SPANS.get(asked.query.get("last", ""), _SPANS["1h"])
         time, pauses = asked.admin.activity(last, step=step), asked.admin.pauses()
+        checked = asked.admin.check()
         return {
             "consumers": consumers, "topics": topics, "spans": _SPANS, "live": True,
             "last": asked.query.get("last", "1h"), "paused": {pause.consumer for pause in pauses},
             "plotted": [(each, plot(each, time)) for each in (*time.consumers, *time.routes)],
-            "warnings": list(views.warnings(consumers, topics, asked.admin.workers(), pauses)),
+            "checked": checked,
             "counted_max": COUNTED_MAX, "unmatched": UNMATCHED,
         }  # fmt: skip
 
@@ -397,6 +398,7 @@ class Pages:
             sum(getattr(change, name) for change in changes) for name in ("count", "spared")
         )
         table = wanted.kind.table
+        bare = sum(change.without_payload for change in changes)
         sample = [key for change in changes for key in change.sample][:10]
         refused = [refusal for change in changes for refusal in change.refused]
         left = (
@@ -408,7 +410,7 @@ class Pages:
             "table": table, "verb": wanted.verb, "count": count, "left": left, "sample": views.keys(table, sample),
             "spared": views.spared(spared) if spared else None, "refused": views.keys(table, refused),
             "reasons": [item["reason"] for item in refused], "criteria": wanted.criteria, "picked": wanted.picked,
-            "unserved": asked.admin.unserved(wanted.route) if wanted.verb == "reroute" else None,
+            "bare": views.without_payload(bare) if bare else None, "unserved": _unserved(asked.admin, wanted, sample),
             "options": wanted.options, "canary": wanted.canary, "question": wanted.question(count),
             "back": _back(asked, wanted), "done": views.DONE[wanted.verb],
         }  # fmt: skip
@@ -489,6 +491,16 @@ class Pages:
             name, value, path=base_of(request) or "/", httponly=True, samesite=same_site,
             secure=request.scope.get("scheme") == "https",
         )  # fmt: skip
+
+
+def _unserved(admin: Admin, wanted: WantedChange, sample: list[dict[str, str]]) -> str | None:
+    """A warning that nobody may do what is wanted."""
+    if wanted.verb == "reroute":
+        return admin.unserved(wanted.route)
+    if wanted.verb != "retry" or wanted.kind is not InboxFilter:
+        return None
+    consumers = sorted({key["consumer"] for key in sample})
+    return " ".join(filter(None, map(admin.idle, consumers))) or None
 
 
 def _back(asked: Asked, wanted: WantedChange) -> str:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from txbox.app import App
+from txbox.errors import StoreUnavailable
+from txbox.events import ConsumptionPaused
+from txbox.processing.failure import printable
 from txbox.session import Operation, drive, drive_async
+from txbox.store.activity import Trouble
+
+_PAUSE_MAX_S = 5.0
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -105,6 +112,49 @@ class Driver:
         loop = asyncio.get_running_loop()
         await loop.shutdown_asyncgens()
         await loop.shutdown_default_executor()
+
+
+def trouble_of(
+    app: App,
+    kind: Literal["source", "route"],
+    name: str,
+    error: object,
+    *,
+    for_s: float,
+    topic: str | None = None,
+) -> Trouble:
+    """What a process says of a source or route that has been in trouble for so long."""
+    text = printable(app.store.columns.redact.error(str(error)), 500)
+    since_s = round(time.time() + app.activity.ahead_s - for_s)
+    return Trouble(kind=kind, name=printable(name, 255), since_s=since_s, error=text, topic=topic)
+
+
+def check_tables(app: App, driver: Driver, wait: Callable[[float], object]) -> bool:
+    """Check that the tables fit; while the server has no free connection, wait and try again.
+
+    Args:
+        wait: for so many seconds; what it returns is true for a stop.
+
+    Returns: False for a stop.
+
+    Raises:
+        StoreError: the database does not answer.
+        SchemaError: the message contains the command to run.
+    """
+    pause_s = 0.5
+    while True:
+        try:
+            driver.perform(app.protocol.check_schema)
+        except StoreUnavailable as error:
+            if not error.full:
+                raise
+            # else each start would fail, as long as others start
+            app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=pause_s))
+        else:
+            return True
+        if wait(pause_s):
+            return False
+        pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:

@@ -11,6 +11,7 @@ from txbox.app import App
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event
 from txbox.worker.driving import Driver
 from txbox.worker.pump import Pump
+from txbox.worker.relay import Relays
 from txbox.worker.table import Table
 
 #: A loop that has not come round for this long is stuck.
@@ -67,6 +68,7 @@ class Health:
         self.pumps: list[Pump] = []
         #: The tables of all consumers, once it consumes.
         self.tables: list[Table] = []
+        self.relays: Relays | None = None
         self._stuck_s = stuck_s
         self._lock = threading.Lock()
         self._driver: Driver | None = None

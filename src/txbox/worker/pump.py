@@ -38,8 +38,9 @@ from txbox.message import Message
 from txbox.processing.intake import presentable
 from txbox.session import Session
 from txbox.store import jobs
+from txbox.store.activity import Trouble
 from txbox.store.jobs import JobLease, Saved
-from txbox.worker.driving import Driver
+from txbox.worker.driving import Driver, trouble_of
 from txbox.worker.lane import Lane
 from txbox.worker.lanes import Lanes
 
@@ -113,6 +114,8 @@ class Pump:
         self._go = threading.Event()
         self._opened = threading.Event()
         self._paused_at: float | None = None
+        #: Why nothing is received, and since when.
+        self.trouble: Trouble | None = None
         self._ids = FirstIds(name)
         #: Why nothing more is received or settled, until the configuration changes.
         self.refusal: str | None = None
@@ -357,6 +360,7 @@ class Pump:
             self.refusal = self._ids.missing(message, handlers)
             if self.refusal is not None:
                 _log.error("%s", self.refusal)
+                self._troubled(self.refusal)
                 self._app.events.emit(SourceRefused(source=self.name, reason=self.refusal))
                 return received[: index + 1]
             if self._ids.found:
@@ -495,6 +499,8 @@ class Pump:
         wait_s = min(max(first_s, (now - (self._paused_at or now)) / 2), longest_s)
         wait_s *= random.uniform(0.5, 1.5)
         if away:
+            if not isinstance(error, StoreError):
+                self._troubled(error, for_s=now - (self._paused_at or now))
             self._app.events.emit(
                 ConsumptionPaused(reason=str(error), retry_in_s=wait_s, source=self.name)
             )
@@ -504,7 +510,10 @@ class Pump:
         if self._paused_at is not None:
             paused_s = time.monotonic() - self._paused_at
             self._app.events.emit(ConsumptionResumed(paused_s=paused_s, source=self.name))
-            self._paused_at = None
+            self._paused_at = self.trouble = None
+
+    def _troubled(self, error: object, *, for_s: float = 0.0) -> None:
+        self.trouble = trouble_of(self._app, "source", self.name, error, for_s=for_s)
 
 
 class Lead:

@@ -50,9 +50,10 @@ from txbox.outbox import Route
 from txbox.processing.failure import printable
 from txbox.processing.intake import presentable
 from txbox.session import Operation, Session, Statement
+from txbox.store.activity import Trouble
 from txbox.store.codec import Arrival
 from txbox.store.outbox import Look, OutboxStore, Staged, Taken
-from txbox.worker.driving import thread
+from txbox.worker.driving import thread, trouble_of
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -67,6 +68,8 @@ _STOP_S = 0.2
 _PROBE_ROWS = 10
 _PAUSED_TOPICS = 100
 _REST_S = 2.0
+#: Longer than a pause and a try take: what waited for the broker is gone, and nothing asks it whether it is back.
+_FORGET_S = 60.0
 #: The shortest and the longest time between two looks for rows to adopt.
 _ADOPT_S = (1.0, 10.0)
 _ERROR_BYTES = 1024
@@ -87,6 +90,7 @@ class TopicPause:
 
     since: float
     until: float
+    away: tuple[Trouble, float] | None = None
 
 
 class Relay:
@@ -127,12 +131,15 @@ class Relay:
         self._paused_at: float | None = None
         self._paused_topics: dict[str, TopicPause] = {}
         self._look_s = 0.0
+        # why nothing is sent, and by the monotonic clock when that was found out last
+        self._away: tuple[Trouble, float] | None = None
         self._adopt_at, self._adopt_s = 0.0, _ADOPT_S[0]
         local = route.destination is None
         self._taken = Taken(
             route=route.name, topics=route.topics, others=route.others, whole=local,
             **({"fits": self._consumed} if local else {}),
         )  # fmt: skip
+        self.route = route.name
         #: The destination, for people and in metrics.
         self.name = "local"
         if route.destination is not None:
@@ -403,7 +410,22 @@ class Relay:
         if self._paused_at is not None:
             paused_s = time.monotonic() - self._paused_at
             self._app.events.emit(RelayResumed(publisher=self.name, paused_s=paused_s))
-            self._paused_at = None
+            self._paused_at = self._away = None
+
+    def troubles(self) -> list[Trouble]:
+        """Why nothing is sent, on the whole route or of single topics."""
+        every = [self._away, *(pause.away for pause in list(self._paused_topics.values()))]
+        now = time.monotonic()
+        return [away[0] for away in every if away is not None and now - away[1] < _FORGET_S]
+
+    def _trouble(
+        self, error: object, since: float, topic: str | None = None
+    ) -> tuple[Trouble, float]:
+        now = time.monotonic()
+        trouble = trouble_of(
+            self._app, "route", self._route.name, error, for_s=now - since, topic=topic
+        )
+        return trouble, now
 
     def _published(self, wave: Sequence[Staged], within_s: float) -> list[Exception | None]:
         """The answer for each row; the wave is divided until what raises unexpectedly is alone.
@@ -470,6 +492,7 @@ class Relay:
             pause = self._paused_topics.setdefault(topic, TopicPause(now, now))
             pause_s = _pause_for(pause.since)
             pause.until = now + pause_s
+            pause.away = self._trouble(refusal, pause.since, topic)
             self._app.events.emit(
                 RelayPaused(
                     publisher=self.name,
@@ -484,6 +507,7 @@ class Relay:
         self._paused_at = self._paused_at or time.monotonic()
         pause_s = _pause_for(self._paused_at)
         reason = f"{'' if isinstance(error, BrokerError) else f'{type(error).__name__}: '}{error}"
+        self._away = self._trouble(reason, self._paused_at)
         self._app.events.emit(
             RelayPaused(
                 publisher=self.name,
@@ -724,6 +748,14 @@ class Relays:
         """Look at the outbox once, because a row is due. Callable from any thread."""
         for relay in self._relays:
             relay.look()
+
+    def by_route(self) -> dict[str, list[Trouble]]:
+        """Each route, and why nothing is sent on it."""
+        return {relay.route: relay.troubles() for relay in self._relays}
+
+    def troubles(self) -> tuple[Trouble, ...]:
+        """Why nothing is sent on a route, or of a topic."""
+        return tuple(trouble for found in self.by_route().values() for trouble in found)
 
     def left(self) -> bool:
         """Whether staged messages that these relays take are due or leased."""

@@ -9,6 +9,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from txbox.brokers.webhook import Receive, Scope, Send, Webhook, answer
 from txbox.observers.counters import Counters
+from txbox.store.activity import Trouble
 from txbox.worker.health import Health
 
 # a page takes 2 s at most, a stop of uvicorn a little more
@@ -120,9 +122,22 @@ def _gauges(health: Health) -> Iterable[Metric]:
         {name: pump.silent_s for name, pump in pumps.items()},
     )  # fmt: skip
     yield _gauge(
+        "source_away_seconds", "For how long the source's broker has not let this process receive.", "source",
+        {name: _away_s([pump.trouble] if pump.trouble else []) for name, pump in pumps.items()},
+    )  # fmt: skip
+    routes = {} if health.relays is None else health.relays.by_route()
+    yield _gauge(
+        "route_away_seconds", "For how long the route's destination has not let this process send.", "route",
+        {name: _away_s(troubles) for name, troubles in routes.items()},
+    )  # fmt: skip
+    yield _gauge(
         "rows_leased", "Rows of the table that this process holds a lease of.", "consumer",
         {table.consumer: table.leased for table in health.tables},
     )  # fmt: skip
+
+
+def _away_s(troubles: Sequence[Trouble]) -> float:
+    return max((time.time() - trouble.since_s for trouble in troubles), default=0.0)
 
 
 def _of_webhooks(hooks: Sequence[Webhook]) -> Iterable[Metric]:

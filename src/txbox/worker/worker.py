@@ -27,7 +27,7 @@ from txbox.session import Operation
 from txbox.store import leases
 from txbox.store.activity import Doing
 from txbox.text import counted
-from txbox.worker.driving import Driver, thread
+from txbox.worker.driving import Driver, check_tables, thread
 from txbox.worker.health import Answers, Health
 from txbox.worker.lanes import Lanes
 from txbox.worker.pulse import Pulse
@@ -171,6 +171,8 @@ class Worker:
         self._awaited = self._silent
         names, topics = self._check()
         self._awaited = ()
+        if self._stopping.is_set():
+            return
         if self._relay:
             self._relays = Relays(
                 self._app,
@@ -181,6 +183,7 @@ class Worker:
                 # the poll of the lanes, where there are any
                 polled=bool(len(self._app.handlers)),
             )
+        self._health.relays = self._relays
         self._lanes.make(self._relays.look if self._relays is not None else None)
         self._open_sources(names, topics)
         if not self._stopping.is_set():
@@ -221,7 +224,7 @@ class Worker:
             SchemaError: the message contains the command to run.
         """
         try:
-            self._driver.perform(self._app.protocol.check_schema)
+            check_tables(self._app, self._driver, self._stopped_within)
         except StoreError as error:
             raise StoreError(
                 f"The database {self._app.database.name} cannot be used ({error}): "
@@ -229,6 +232,12 @@ class Worker:
                 fault=error.fault,
                 code=error.code,
             ) from error
+
+    def _stopped_within(self, wait_s: float) -> bool:
+        until = time.monotonic() + wait_s
+        while not self._stopping.is_set() and (left_s := until - time.monotonic()) > 0:
+            self._handle_reports(min(left_s, _TICK_S))
+        return self._stopping.is_set()
 
     def _open_sources(self, names: Sequence[str], topics: Sequence[Sequence[str]]) -> None:
         """Start a pump for each source, and wait until all are open, or for a stop."""
@@ -301,6 +310,10 @@ class Worker:
             busy=self._lanes.busy,
             leases=sum(table.leased for table in self._lanes.tables.values()),
             in_flight=sum(pump.in_flight for pump in self._pumps),
+            troubles=(
+                *(pump.trouble for pump in self._pumps if pump.trouble is not None),
+                *(() if self._relays is None else self._relays.troubles()),
+            ),
         )
 
     # -- the main thread ----------------------------------------------------------------------

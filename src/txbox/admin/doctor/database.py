@@ -1,27 +1,24 @@
-"""The server, its tables and their rows: settings, durability, the guard, partitions, what holds back vacuum, and rows
-that nobody takes."""
+"""The server and its tables: settings, durability, the guard, partitions, and what holds back vacuum."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from shlex import quote
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
+from txbox.admin import findings
 from txbox.admin.doctor import Diagnosis, Finding
-from txbox.admin.reader import Application, Rows, says_anything, takes
-from txbox.admin.tables import UNMATCHED
+from txbox.admin.reader import Application, says_anything
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
-from txbox.session import Connection, Connections, Session, Statement
-from txbox.store import activity, partitions, schema
+from txbox.session import Connection, Connections, Session
+from txbox.store import partitions, schema
 from txbox.store.dialect import Dialect
 from txbox.store.dialect import dialect as load_dialect
-from txbox.text import counted, lasting
+from txbox.text import lasting
 
 T = TypeVar("T")
 
@@ -36,33 +33,19 @@ _POOLER_LOOKS = 5
 
 
 @dataclass(slots=True)
-class Case:
+class Case(findings.Case):
     """One database that is examined.
 
     Args:
-        app: its policies, or the defaults of a database alone.
-        known: handlers, sources and routes are those of a real App.
-        dialect: with the schema of the tables, once that is known.
         usable: the tables are there, and of a version that this release works with.
         settings: those of the server that matter, by their names.
         session: those that statements rely on; see `schema.unfit`.
     """
 
-    db: Session
-    app: Application
-    known: bool
-    dialect: Dialect
     diagnosis: Diagnosis
     usable: bool = False
     settings: dict[str, str] = field(default_factory=dict[str, str])
     session: dict[str, str] = field(default_factory=dict[str, str])
-
-    async def rows(self, query: str, **params: Any) -> Rows:
-        """Read in a transaction of its own."""
-        return (await self.db.alone(self.statement(query, **params))).rows
-
-    def statement(self, query: str, **params: Any) -> Statement:
-        return self.dialect.statement(query, params)
 
     async def read(self, operation: Callable[[Session, Dialect], Awaitable[T]]) -> T | None:
         """Read in a transaction of its own; None where a table, column or function is missing."""
@@ -543,178 +526,9 @@ def _named(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-# -- rows that wait: for a decision, for a worker that is late, or for one that does not exist --------
+# -- what keeps the tables small --------------------------------------------------------------
 
-# rows are counted up to this, and of each consumer and status so many are looked at: each may be a page of its own
-_COUNTED, _LOOKED = 1_000, 100
-_NAMES = 500
-# due for so long without having been taken: nobody takes them
-_LATE_S = 300.0
 _PRUNED_WITHIN_S = 86_400.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Many:
-    """Some rows: how many, since when, and how many of them are late; `cut` where there may be more than these."""
-
-    count: int
-    age_s: float
-    late: int
-    cut: bool
-
-
-def _figures(rows: Rows, names: int, limit: int) -> dict[tuple[Any, ...], _Many]:
-    """Read groups of rows, each behind so many names. If they are as many as the limit, there may be more."""
-    cut = sum(int(row[names]) for row in rows) >= limit
-    found: dict[tuple[Any, ...], _Many] = {}
-    for row in rows:
-        count, age_s, late = (*row[names : names + 3], 0)[:3]
-        # a row that arrives between two clocks has no negative age
-        found[tuple(row[:names])] = _Many(int(count), max(0.0, float(age_s or 0.0)), int(late), cut)
-    return found
-
-
-def _together(groups: Iterable[_Many]) -> _Many:
-    counts, ages, late, cut = zip(*(astuple(many) for many in groups), strict=True)
-    return _Many(sum(counts), max(ages), sum(late), any(cut))
-
-
-def _some(count: int, noun: str = "message", *, cut: bool) -> str:
-    return f"{'at least ' if cut else ''}{counted(count, noun)}"
-
-
-def _late(many: _Many, noun: str, of: str) -> str:
-    have = "has" if many.late == 1 else "have"
-    some = _some(many.late, noun, cut=many.cut)
-    return f"{some} of {of} {have} been due for more than {lasting(_LATE_S)}"
-
-
-def _waiting(many: _Many, of: str, since: str = "received") -> str:
-    wait = "waits" if many.count == 1 else "wait"
-    some = _some(many.count, cut=many.cut)
-    return f"{some} of {of} {wait}, the oldest {since} {lasting(many.age_s)} ago"
-
-
-async def inbox(case: Case) -> AsyncIterator[Finding]:
-    """Messages that wait for a decision, for a worker, or for a handler that is not there."""
-    clock_s, paused = await activity.pauses(case.db, case.dialect)
-    for pause in paused:
-        why = f": {pause.reason}" if pause.reason else ""
-        ago = lasting(clock_s - pause.paused_at.timestamp())
-        yield Finding(
-            "consumer-paused",
-            f"{pause.consumer} was paused {ago} ago by {pause.actor}{why}, and its messages wait.",
-            f"`txbox resume {quote(pause.consumer)}`.",
-        )
-    held = {pause.consumer for pause in paused}
-    for status, consumer in await case.rows("doctor_consumers", limit=_NAMES):
-        found = await case.rows(
-            "doctor_messages", status=status, consumer=consumer, limit=_LOOKED, counted=_COUNTED, late_s=_LATE_S,
-        )  # fmt: skip
-        if not found:
-            continue
-        kinds = _figures(found, 2, _LOOKED)
-        looked, total = _together(kinds.values()), int(found[0][-1])
-        every = replace(looked, count=total, cut=total >= _COUNTED)
-        if status == "dead":
-            yield Finding(
-                "dead-messages",
-                f"{consumer} has given up {_some(total, cut=every.cut)}, the oldest received {lasting(every.age_s)} "
-                "ago: somebody must decide.",
-                f"`txbox list --consumer {quote(consumer)} --status dead` shows why; then `txbox retry` or `txbox "
-                "discard`.",
-            )
-        elif looked.late and status == "processing":
-            yield Finding(
-                "lease-expired",
-                f"Workers of {consumer} vanished in the middle of {_some(looked.late, cut=looked.cut)} more than "
-                f"{lasting(_LATE_S)} ago, and nobody has put these back.",
-                "Have `txbox run` or `txbox maintain` running, or `txbox rescue` once.",
-            )
-        elif looked.late and consumer not in held:
-            for finding in _why_late(case, consumer, status, every, looked, kinds):
-                yield finding
-
-
-def _why_late(
-    case: Case, consumer: str, status: str, every: _Many, looked: _Many, kinds: dict[tuple[Any, ...], _Many]
-) -> Iterator[Finding]:  # fmt: skip
-    app, handlers = case.app, case.app.handlers.consumers().get(consumer)
-    # without a status a discard means dead ones
-    discard = f"txbox discard --status {status} --consumer {quote(consumer)}"
-    if case.known and handlers is None:
-        yield Finding(
-            "orphan-consumer",
-            f"{_waiting(every, consumer)}, and no handler of this App has that consumer.",
-            f"Run the App that has it, register it again, or `{discard}`.",
-        )
-        return
-    left = [
-        (topic, kind, many)
-        for (topic, kind), many in kinds.items()
-        if case.known and many.late and not app.handlers.matching(topic, kind, consumer)
-    ]
-    for topic, kind, many in left:
-        yield Finding(
-            "orphan-messages",
-            f"{_waiting(many, consumer)}, and none of its handlers takes topic {topic!r}"
-            + ("." if kind is None else f" with type {kind!r}."),
-            f"Register a handler for it, or `{discard} --topic {quote(topic)}`.",
-        )
-    # behind the head of its key a row is due for as long as that takes
-    if not left and not any(handler.options.in_order for handler in handlers or ()):
-        yield Finding(
-            "inbox-overdue",
-            f"{_late(looked, f'{status} message', consumer)}: no worker runs this consumer, or they are behind.",
-            "Start `txbox run`; if it is running, start more, or raise `concurrency=`.",
-        )
-
-
-async def outbox(case: Case) -> AsyncIterator[Finding]:
-    """Outgoing messages that no relay takes, and those that were given up."""
-    for (route,) in await case.rows("doctor_routes", limit=_NAMES):
-        found = await case.rows("doctor_outgoing", route=route, limit=_COUNTED, late_s=_LATE_S)
-        strays: dict[str, list[_Many]] = defaultdict(list)
-        late: list[_Many] = []
-        for (topic, kind, cause), many in _figures(found, 3, _COUNTED).items():
-            if many.late:
-                taken = not case.known or takes(case.app, route, topic, kind, cause)
-                (late if taken else strays[topic]).append(many)
-        lacks = f"has no route {route!r}" if route else "does not publish it"
-        for topic, groups in strays.items():
-            yield Finding(
-                "orphan-route",
-                f"{_waiting(_together(groups), f'topic {topic!r}', 'staged')}, and this App {lacks}.",
-                "Run the App that has it, `app.publish` the topic, or `txbox outbox reroute` them.",
-            )
-        if late:
-            said = _late(_together(late), "outgoing message", f"the route {route or 'any'}")
-            yield Finding(
-                "outbox-overdue",
-                f"{said} without an attempt: no relay of it runs, or its broker is away.",
-                "Have `txbox run` or `txbox relay` of the App with this route running.",
-            )
-    found = await case.rows("doctor_outgoing_dead", limit=_COUNTED)
-    for dead in _figures(found, 0, _COUNTED).values():
-        if dead.count:
-            yield Finding(
-                "dead-outgoing",
-                f"Relays have given up {_some(dead.count, cut=dead.cut)}, the oldest staged {lasting(dead.age_s)} "
-                "ago: somebody must decide.",
-                "`txbox outbox list --status dead` shows why; then `txbox outbox retry` or `txbox outbox discard`.",
-            )
-
-
-async def quarantine(case: Case) -> AsyncIterator[Finding]:
-    """What was set aside."""
-    found = await case.rows("doctor_quarantined", limit=_COUNTED)
-    for (consumer,), many in _figures(found, 1, _COUNTED).items():
-        yield Finding(
-            "quarantined-messages",
-            f"{consumer or UNMATCHED} has {_some(many.count, cut=many.cut)} in quarantine, the oldest for "
-            f"{lasting(many.age_s)}: somebody must decide.",
-            "`txbox quarantine list` shows why; then `txbox quarantine accept` or `txbox quarantine discard`.",
-        )
 
 
 async def pruning(case: Case) -> AsyncIterator[Finding]:
@@ -748,9 +562,7 @@ _OF_TABLES: tuple[Check, ...] = (
     ("who may create in the schema", "schema_creators", creators),
     ("dead rows and autovacuum", "doctor_storage", storage),
     ("partitions", "partitions", partitioned),
-    ("messages that wait", None, inbox),
-    ("outgoing messages that wait", None, outbox),
-    ("the quarantine", None, quarantine),
+    *((what, None, part) for what, part in findings.PARTS.items()),
     ("pruning", None, pruning),
 )
 
@@ -761,7 +573,7 @@ async def examine(db: Session, app: Application, diagnosis: Diagnosis) -> None:
     Raises:
         StoreUnavailable: it does not answer.
     """
-    case = Case(db, app, says_anything(app), app.database.dialect, diagnosis)
+    case = Case(db, app, app.database.dialect, diagnosis)
     try:
         await db.begin()
     except ConfigurationError as error:
@@ -781,7 +593,7 @@ async def examine(db: Session, app: Application, diagnosis: Diagnosis) -> None:
         await _check(case, check)
     if not case.usable:
         diagnosis.not_checked("rows, pruning and partitions", "the tables are not whole")
-    elif not case.known:
+    elif not says_anything(app):
         diagnosis.not_checked(
             "rows that no handler or relay takes",
             "no App was given (--app): handlers and routes are not known",
@@ -790,14 +602,5 @@ async def examine(db: Session, app: Application, diagnosis: Diagnosis) -> None:
 
 async def _check(case: Case, check: Check) -> None:
     what, query, examined = check
-    if query is not None and not case.dialect.has(query):
-        return
-    try:
-        async for finding in examined(case):
-            case.diagnosis.findings.append(finding)
-    except StoreUnavailable:
-        raise
-    except StoreError as error:
-        # above all a missing right
-        await case.db.rollback()
-        case.diagnosis.not_checked(what, str(error))
+    if query is None or case.dialect.has(query):
+        await findings.check(case, case.diagnosis, what, examined)
