@@ -26,7 +26,6 @@ from txbox.errors import (
     installed,
     redacted,
 )
-from txbox.text import visible
 
 _EPILOG = """\
 `txbox COMMAND --help` has the options and examples of each. All but demo and
@@ -277,6 +276,9 @@ def add_command(
 
 
 def print_error(text: str) -> None:
+    # late: help and completion need none of it
+    from txbox.text import visible
+
     print(f"txbox: {visible(redacted(text))}", file=sys.stderr)
 
 
