@@ -15,6 +15,7 @@ from tests.support.command import Command
 from txbox import App, Lease, Retention
 from txbox.cli.run import _maintain_until_stopped
 from txbox.errors import Fault, StoreError
+from txbox.events import ErrorContained, Event
 from txbox.maintenance import JOBS, Task
 from txbox.worker.driving import Driver
 
@@ -95,7 +96,9 @@ def test_what_is_said_while_the_app_is_imported(
     assert early == ["py.warnings", "shop"], lines
 
 
-def test_maintenance_outlives_a_deadlock_but_no_mistake(sqlite_url: str) -> None:
+def test_maintenance_outlives_a_deadlock_and_a_mistake_but_no_missing_table(
+    sqlite_url: str,
+) -> None:
     calls = 0
 
     def perform(_operation: Any, *of_job: App | Task) -> None:
@@ -116,10 +119,24 @@ def test_maintenance_outlives_a_deadlock_but_no_mistake(sqlite_url: str) -> None
         _maintain_until_stopped(app, cast("Driver", SimpleNamespace(perform=perform)), "")
     assert calls == 2 * len(JOBS) + 1
 
+    contained: list[Event] = []
+
     def mistaken(_operation: Any, *of_job: App | Task) -> None:
         if not of_job:
             return
-        raise StoreError("no such column", fault=Fault.OTHER)
+        if contained:
+            signal.raise_signal(signal.SIGTERM)
+            return
+        raise StoreError("no such operator", fault=Fault.OTHER)
 
-    with App(sqlite_url) as app, pytest.raises(StoreError, match="no such column"):
+    with App(sqlite_url, observers=[contained.append]) as app:
         _maintain_until_stopped(app, cast("Driver", SimpleNamespace(perform=mistaken)), "")
+    assert isinstance(contained[0], ErrorContained)
+    assert contained[0].boundary == "maintenance job"
+
+    def broken(_operation: Any, *of_job: App | Task) -> None:
+        if of_job:
+            raise StoreError("no such table", fault=Fault.SCHEMA)
+
+    with App(sqlite_url) as app, pytest.raises(StoreError, match="no such table"):
+        _maintain_until_stopped(app, cast("Driver", SimpleNamespace(perform=broken)), "")
