@@ -164,7 +164,9 @@ def told(shop: Shop, message_id: str) -> tuple[list[Finding], list[Finding], Exp
     """What `status` and the overview show, what the doctor shows, and what is explained."""
     with Admin(shop.app) as admin:
         examined = admin.doctor().findings
-        found = [one for one in examined if one.code not in NOT_DURABLE]
+        # an earlier test may have made the tables of this database look old
+        elsewhere = {*NOT_DURABLE, "pruning-stopped"}
+        found = [one for one in examined if one.code not in elsewhere]
         return admin.check().findings, found, admin.explain(message_id)
 
 
