@@ -645,7 +645,10 @@ def test_names_and_types_of_all_metrics() -> None:
         "publish_seconds", "relay_pauses", "relay_paused_seconds", "webhook_answers",
         "logins_refused",
     )  # fmt: skip
-    gauges = ("ready", "in_flight", "source_silent_seconds", "rows_leased", "webhook_in_flight")
+    gauges = (
+        "ready", "in_flight", "source_silent_seconds", "source_away_seconds", "route_away_seconds", "rows_leased",
+        "webhook_in_flight",
+    )  # fmt: skip
     wanted = {f"txbox_{name}_total counter" for name in counted}
     wanted |= {f"txbox_{name} gauge" for name in gauges}
     histograms = ("latency_seconds", "handler_seconds", "commit_seconds", "batch_messages")
