@@ -317,15 +317,25 @@ def test_a_connection_that_is_lost_without_an_end_is_replaced(
             stream.publish(Note("m1"))
             source.settle(received(source))
             proxy.lose()
-            stream.publish(Note("m2"))
             found: list[Delivery] = []
+
+            def noticed() -> bool:
+                try:
+                    source.receive(100, 0.1)
+                except BrokerUnavailable:
+                    return True
+                return False
+
+            started = time.monotonic()
+            eventually(noticed, "the loss")
+            # not before: the server would deliver it to the request of the lost connection, and again after ack_wait
+            stream.publish(Note("m2"))
 
             def again() -> bool:
                 with suppress(BrokerUnavailable):
                     found.extend(source.receive(100, 0.1))
                 return bool(found)
 
-            started = time.monotonic()
             eventually(again, "the next message")
             # a request that gets no answer, and a new connection
             assert time.monotonic() - started < room(12)
