@@ -20,7 +20,7 @@ from txbox.worker import Worker
 WAIT_S = 60.0
 
 # what fails is not tried again within a round, whatever the jitter draws
-_NOT_IN_THIS_ROUND = RetryPolicy(base=timedelta(days=36_500), cap=timedelta(days=36_500))
+_NOT_IN_THIS_ROUND = RetryPolicy(base=timedelta(days=3_650), cap=timedelta(days=3_650))
 
 
 class Txbox:
