@@ -146,7 +146,8 @@ class Tokens:
             grants: of a line that is a token alone, whose holder is known as "token".
 
         Raises:
-            ConfigurationError: a token that is too short, an empty name, or an unknown grant; with the line's number.
+            ConfigurationError: a token that is too short, an empty name, or an unknown grant: the line's number, and
+                nothing of its text.
         """
         tokens: list[Token] = []
         for number, line in enumerate(text.splitlines(), 1):
@@ -160,8 +161,12 @@ class Tokens:
                 else:
                     named = checked_grants(filter(None, granted.split(",")))
                     tokens.append(Token(token, actor=actor, grants=named))
-            except ConfigurationError as error:
-                raise ConfigurationError(f"Line {number} of the tokens: {error}") from None
+            except ConfigurationError:
+                # not the reason: it names a part of the line, which is a secret if that is of another form
+                raise ConfigurationError(
+                    f"Line {number} of the tokens is not NAME:TOKEN or NAME:TOKEN:change,payload, with a name and a "
+                    f"token of at least {TOKEN_BYTES_MIN} bytes."
+                ) from None
         return cls(*tokens)
 
     def holder(self, secret: str) -> Token | None:
