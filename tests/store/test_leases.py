@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.meddling import Verb, drive_meddled
-from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, paid, quarantined
+from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, as_id, paid, quarantined
 from txbox import Lease, Limits, Message, Outcome
 from txbox.maintenance import Task, run_once
 from txbox.session import Result, Statements, drive
@@ -122,6 +122,26 @@ def test_heartbeat_keeps_a_lease_from_rescue(shop: Shop) -> None:
         drive(shop.app._any_sync(), beat, store, CONSUMER, ["a"], token=token, lease=Lease()) == 1
     )
     assert shop.rescue() == []
+
+
+@pytest.mark.parametrize("heads_only", [False, True], ids=["any row", "heads of keys"])
+def test_of_those_whose_last_run_never_ended_the_one_due_longest_is_leased_first(
+    shop: Shop, heads_only: bool
+) -> None:
+    """However often it was started: new ones come all the time, and would keep it waiting."""
+    shop.handler(mode="stored")
+    for name in ("a", "b", "c"):
+        shop.deliver(paid(name, key=name))
+    shop.make_due()
+    shop.raw.execute("UPDATE txbox_inbox SET starts = 1")
+    shop.raw.execute(
+        "UPDATE txbox_inbox SET starts = 2 WHERE message_id = ?", (as_id(shop.raw, "a"),)
+    )
+    order = []
+    for _ in range(3):
+        ((leased, _),) = shop.lease(suspect=True, heads_only=heads_only)
+        order.append(leased.arrival.message_id)
+    assert order == ["a", "b", "c"]
 
 
 def test_untransacted_handler_is_leased_and_completed_fenced(shop: Shop) -> None:

@@ -102,6 +102,19 @@ def test_the_successor_is_due_as_soon_as_its_predecessor_is_committed(shop: Shop
     assert done(shop.raw) == {"a": [1, 2, 3]}
 
 
+def test_the_successor_comes_before_those_that_were_looked_at_and_still_wait(shop: Shop) -> None:
+    """Else each version waits for a look at all others, and again after a few seconds."""
+    versions(shop.app)
+    waiting = [of("a", 2), *(of(key, n) for key in ("b", "c", "a") for n in (3, 4))]
+    for message in waiting:
+        assert shop.deliver(message) is Outcome.DEFERRED
+    shop.make_due()
+    assert shop.deliver(of("a", 1)) is Outcome.PROCESSED
+    ((leased, token),) = shop.lease(limit=1)
+    assert leased.arrival.message_id == "a-2"
+    assert shop.run(leased, token) is Outcome.PROCESSED
+
+
 def test_a_missing_version_is_waited_for_no_longer_than_the_policy_says(shop: Shop) -> None:
     versions(shop.app, gaps=GapPolicy(wait=timedelta(seconds=1)))
     shop.app.consume(Memory([of("a", 1), of("a", 3), of("a", 4)]))

@@ -157,7 +157,12 @@ class Shop:
         ]
 
     def lease(
-        self, consumer: str = CONSUMER, *, suspect: bool = False, limit: int = 20
+        self,
+        consumer: str = CONSUMER,
+        *,
+        suspect: bool = False,
+        limit: int = 20,
+        heads_only: bool = False,
     ) -> list[tuple[Any, str]]:
         token = secrets.token_hex(16)
         assert self.app.database.sync is not None
@@ -170,6 +175,7 @@ class Shop:
             limit=limit,
             lease=self.app.lease,
             suspect=suspect,
+            heads_only=heads_only,
         )
         return [(each, token) for each in leased]
 

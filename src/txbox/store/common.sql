@@ -142,8 +142,9 @@ SELECT (SELECT last FROM txbox_sequence
                   AND received_at < [ago :wait_s])
 
 -- name: sequence_next
--- Wakes the next version, which need not wait until it would be looked at again.
-UPDATE txbox_inbox SET next_attempt_at = [now]
+-- Wakes the next version, which need not wait until it would be looked at again, nor behind others that were looked at
+-- and still wait: those are due later than they were received. A clock set back since must not make it wait.
+UPDATE txbox_inbox SET next_attempt_at = CASE WHEN received_at < [now] THEN received_at ELSE [now] END
  WHERE consumer = :consumer::text AND txbox_inbox.key = :key::text AND [open] status = 'pending'
    AND sequence = :sequence::bigint + 1
 

@@ -273,13 +273,14 @@ SELECT [leased starts + 1]
 
 -- name: lease_suspect then lease_take
 -- A row whose last run never ended is taken alone, so that a message which kills its process does not take others
--- with it. There are few of these, so one statement serves all consumers; ordered ones take heads only.
+-- with it; the one due longest, so that newer ones cannot keep it waiting. There are few of these, so one statement
+-- serves all consumers, and sorts them; ordered ones take heads only.
 SELECT [leased starts + 1]
   FROM txbox_inbox AS own FORCE INDEX (txbox_inbox_due)
  WHERE [is_due starts > 0]
    AND (NOT :heads_only OR own.`key` IS NULL
         OR own.arrival = [head own.consumer, own.`key`, 9223372036854775807, head.status,head.consumer,head.`key`,head.arrival])
- ORDER BY starts, next_attempt_at, arrival
+ ORDER BY next_attempt_at, arrival
  LIMIT 1
    FOR UPDATE SKIP LOCKED
 

@@ -439,12 +439,13 @@ WITH due AS MATERIALIZED (
 
 -- name: lease_suspect
 -- A row whose last run never ended is taken alone, so that a message which kills its process does not take others
--- with it. There are few of these, so one statement serves all consumers; ordered ones take heads only.
+-- with it; the one due longest, so that newer ones cannot keep it waiting. There are few of these, so one statement
+-- serves all consumers, and sorts them; ordered ones take heads only.
 WITH due AS MATERIALIZED (
        SELECT own.message_id, own.ctid AS place FROM txbox_inbox AS own
         WHERE [is_due starts > 0]
           AND (NOT :heads_only::boolean OR [is_head])
-        ORDER BY starts, next_attempt_at, arrival
+        ORDER BY next_attempt_at, arrival
         LIMIT 1
           FOR UPDATE OF own SKIP LOCKED)
 [take]

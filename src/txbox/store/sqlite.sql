@@ -248,13 +248,14 @@ RETURNING message_id, received_at, arrival
 
 -- name: lease_suspect
 -- A row whose last run never ended is taken alone, so that a message which kills its process does not take others
--- with it. There are few of these, so one statement serves all consumers; ordered ones take heads only.
+-- with it; the one due longest, so that newer ones cannot keep it waiting. There are few of these, so one statement
+-- serves all consumers, and sorts them; ordered ones take heads only.
 [take]
  WHERE arrival IN (SELECT due.arrival FROM txbox_inbox AS due
                     WHERE [is_due starts > 0]
                       AND (NOT :heads_only OR due.key IS NULL
                            OR due.arrival = [head due.key])
-                    ORDER BY due.starts, due.next_attempt_at, due.arrival
+                    ORDER BY due.next_attempt_at, due.arrival
                     LIMIT 1)
 [leased]
 
