@@ -97,6 +97,15 @@ def test_options_that_would_lose_messages_are_refused(options: dict[str, Any]) -
         Kafka("localhost:9092", group="shop", **options)
 
 
+def test_a_static_member_does_not_cooperate() -> None:
+    strategy = "partition.assignment.strategy"
+    for options in ({}, {strategy: "range"}, {"group.protocol": "consumer"}):
+        Kafka("localhost:9092", group="shop", group_instance_id="one", options=options)
+    for strategies in ("cooperative-sticky", "range,cooperative-sticky"):
+        with pytest.raises(ConfigurationError, match=r"cooperative together with group\.instance"):
+            Kafka("localhost:9092", options={strategy: strategies, "group.instance.id": "one"})
+
+
 def test_an_unknown_option_is_refused_when_opened() -> None:
     progress: Any = None
     source = Kafka("localhost:9092", group="shop", no_such_option=1)

@@ -185,3 +185,31 @@ def test_a_killed_worker_loses_and_doubles_nothing(
         each_once(database, range(30))
         eventually(lambda: committed(kafka_bootstrap, group_id, topic) == 30, "the commit")
     assert set(notes(database).values()) == {1}
+
+
+def test_a_static_member_that_dies_while_it_gives_partitions_up_leaves_none_behind(
+    kafka_bootstrap: str, postgresql_url: str, raw: MakeRaw, tmp_path: Path
+) -> None:
+    """The group takes its successor for the same member: the second rebalance of a cooperative group never came."""
+    topic, group_id, database = new_topic(kafka_bootstrap, 4), new_group(), raw(postgresql_url)
+    create_effects(database)
+    produce(kafka_bootstrap, topic, range(40))
+    plan = {
+        "url": postgresql_url, "bootstrap": kafka_bootstrap, "group": group_id, "topic": topic,
+        "handle_s": 0.2,
+    }  # fmt: skip
+    one, two = (
+        plan
+        | {"options": {"heartbeat.interval.ms": 300, "group.instance.id": f"{group_id}-{name}"}}
+        for name in ("one", "two")
+    )
+    outputs = [tmp_path / name for name in ("one", "two", "again")]
+    with ExitStack() as stack, explained(plan, database, *outputs):
+        dies = stack.enter_context(service(one, outputs[0]))
+        eventually(lambda: said(outputs[0], "handling"), "its work")
+        stack.enter_context(service(two, outputs[1]))
+        eventually(lambda: said(outputs[0], "on_revoke"), "the rebalance")
+        dies.kill()
+        stack.enter_context(service(one, outputs[2]))
+        produce(kafka_bootstrap, topic, range(40, 80))
+        each_once(database, range(80))

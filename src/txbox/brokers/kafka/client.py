@@ -27,6 +27,7 @@ _DEFAULTS = {
 }
 #: The only options of librdkafka and its Python client that are spelt with underscores.
 _UNDERSCORED = {"log_level", "error_cb", "stats_cb", "throttle_cb", "oauth_cb", "logger"}
+_STRATEGY = "partition.assignment.strategy"
 _FORCED = {
     "enable.auto.commit": "txbox commits offsets itself, and only of what is stored",
     "enable.auto.offset.store": "txbox commits offsets itself, and only of what is stored",
@@ -102,7 +103,15 @@ def checked_options(options: Mapping[str, Any], keywords: Mapping[str, Any]) -> 
         given[name] = False
     defaults: dict[str, Any] = dict(_DEFAULTS)
     if str(given.get("group.protocol", "classic")).lower() != "consumer":
-        defaults["partition.assignment.strategy"] = "cooperative-sticky"
+        # the group takes the successor of a static member for the member itself: killed between two steps of a
+        # cooperative rebalance, it would not bring about the second, and what it gave up would be nobody's
+        static = given.get("group.instance.id") is not None
+        defaults[_STRATEGY] = "roundrobin" if static else "cooperative-sticky"
+        if static and "cooperative" in str(given.get(_STRATEGY, "")):
+            raise ConfigurationError(
+                f"{_STRATEGY} must not be cooperative together with group.instance.id: partitions that a member "
+                "gives up while it is killed would stay nobody's. Omit one of them."
+            )
     return defaults | given
 
 

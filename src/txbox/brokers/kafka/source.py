@@ -68,7 +68,8 @@ class Kafka(Source):
 
     Defaults that differ from librdkafka's: `auto.offset.reset` is earliest (a new group misses
     nothing), `isolation.level` is read_committed, and `partition.assignment.strategy` is
-    cooperative-sticky unless `group.protocol` is consumer (KIP-848). Auto-commit is refused.
+    cooperative-sticky (with `group.instance.id` roundrobin) unless `group.protocol` is consumer (KIP-848).
+    Auto-commit is refused, and a cooperative strategy with `group.instance.id`.
 
     A message's weak id is its topic's UUID with partition and offset. A null value is a tombstone.
     `redelivered` marks the first messages of a partition after its assignment, because another member
