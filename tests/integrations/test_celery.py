@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import date
 from decimal import Decimal
@@ -12,8 +13,11 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from celery import Celery
+from celery import Celery, chain, chord, current_task, group
+from celery.app.trace import build_tracer
 from celery.contrib.testing.worker import start_worker
+from celery.exceptions import Ignore
+from celery.signals import before_task_publish
 
 from tests.integrations.conftest import Rows
 from txbox import ConfigurationError, Inbox
@@ -27,7 +31,9 @@ class Shop:
         self.celery = Celery(
             "shop", broker="memory://", backend="cache+memory://", set_as_current=False
         )
-        self.celery.conf.update({"task_always_eager": True, **settings})
+        # a broker in memory is one for the process
+        queue = {"task_default_queue": str(database)}
+        self.celery.conf.update({"task_always_eager": True, **queue, **settings})
         self.failures: list[Exception] = []
         self.results: list[object] = []
 
@@ -36,6 +42,8 @@ class Shop:
             with closing(sqlite3.connect(database)) as connection, connection:
                 connection.execute("BEGIN IMMEDIATE")
                 yield connection
+
+        self.transaction = transaction
 
         @self.celery.task(
             shared=False,
@@ -66,7 +74,23 @@ class Shop:
         def forget(tx: sqlite3.Connection) -> object:
             return self.results.pop()
 
+        @self.celery.task(shared=False, acks_late=True)
+        @once(Inbox(consumer="tip"), transaction)
+        def tip(tx: sqlite3.Connection, _paid: str) -> None:
+            tx.execute("INSERT INTO ledger VALUES (1)")
+
+        @self.celery.task(shared=False, acks_late=True)
+        @once(Inbox(consumer="count down"), transaction)
+        def count_down(tx: sqlite3.Connection, number: int) -> None:
+            tx.execute("INSERT INTO ledger VALUES (?)", (number,))
+            if number < 0:
+                raise Ignore
+            task: Any = current_task
+            task.replace(self.pay.s(100) if number == 0 else self.count_down.s(number - 1))
+
         # celery has no types
+        self.tip: Any = tip
+        self.count_down: Any = count_down
         self.answer: Any = answer
         self.forget: Any = forget
         self.pay: Any = pay
@@ -155,14 +179,94 @@ def test_a_plain_call_has_no_id(database: Path) -> None:
         Shop(database).pay(5)
 
 
-def test_a_worker_keeps_the_result_of_the_first_run(database: Path, rows: Rows) -> None:
+def test_a_bound_task_is_refused(database: Path, rows: Rows) -> None:
+    """Its first argument is no JSON, so that its copies would not be compared."""
+    shop = Shop(database)
+
+    def bound(tx: sqlite3.Connection, task: object, amount: int) -> None: ...
+
+    task: Any = shop.celery.task(bind=True, shared=False)(
+        once(Inbox(consumer="b"), shop.transaction)(bound)
+    )
+    with pytest.raises(ConfigurationError, match="remove bind=True"):
+        task.apply((5,), throw=True)
+
+
+def test_a_body_that_ends_by_ignore_is_done(database: Path, rows: Rows) -> None:
+    shop = Shop(database)
+    for _ in range(2):
+        assert shop.count_down.apply((-1,), task_id="t-1").state == "IGNORED"
+    assert rows("SELECT amount FROM ledger") == [(-1,)]
+
+
+Step = Callable[[], Any]
+
+
+def one(step: Step) -> list[Any]:
+    return [step()]
+
+
+def grouped(step: Step) -> list[Any]:
+    return [step(), group(step(), step())]
+
+
+def chained(step: Step) -> list[Any]:
+    return [step(), chain(step(), chord([chain(step(), step()), step()], step()))]
+
+
+@pytest.mark.parametrize(
+    ("called_by", "followers"),
+    [
+        ("callbacks", one), ("callbacks", grouped), ("callbacks", chained),
+        ("errbacks", one), ("errbacks", grouped), ("chord", grouped),
+    ],
+)  # fmt: skip
+def test_callbacks_of_a_task_that_is_delivered_again_keep_their_ids(
+    database: Path, followers: Callable[[Step], list[Any]], called_by: str
+) -> None:
+    """Else a callback with `once` would run again. What Celery keeps of a chain has its ids from its sender."""
+    shop = Shop(database, task_always_eager=False)
+    tracer: Any = build_tracer
+    request: dict[str, Any] = {"id": "t-1", "delivery_info": {}}
+    if called_by == "chord":
+        # its group has been counted and is gone, which is an error of the chord
+        body = shop.tip.s().set(task_id="body", link_error=followers(shop.tip.s))
+        request |= {"chord": body, "group": "g-1"}
+    else:
+        request[called_by] = followers(shop.tip.s)
+    if called_by == "errbacks":
+        shop.failures = [ValueError("no")] * 2
+    deliveries: list[set[str]] = []
+    for _ in range(2):
+        published: set[str] = set()
+
+        def publishes(headers: Any, ids: set[str] = published, **_: Any) -> None:
+            ids.add(headers["id"])
+
+        before_task_publish.connect(publishes)
+        try:
+            # as a delivery brings it
+            brought = json.loads(json.dumps(request))
+            tracer(shop.pay.name, shop.pay, app=shop.celery)("t-1", (5,), {}, brought)
+        finally:
+            before_task_publish.disconnect(publishes)
+        deliveries.append(published)
+    assert deliveries[0] == deliveries[1]
+    assert len(deliveries[0]) >= len(followers(shop.tip.s))
+
+
+def test_copies_and_what_follows_a_task_in_a_worker(database: Path, rows: Rows) -> None:
+    """Callbacks of two deliveries run once; what a task is replaced by runs, also if that is the same task."""
     shop = Shop(database, task_always_eager=False)
     done = {"timeout": 60}
     working: Any = start_worker
     with working(shop.celery, pool="solo", perform_ping_check=False, shutdown_timeout=60):
-        assert shop.pay.apply_async((5,), task_id="t-1").get(**done) == "paid"
-        shop.pay.apply_async((5,), task_id="t-1")
+        assert shop.pay.apply_async((5,), task_id="t-2", link=shop.tip.s()).get(**done) == "paid"
+        shop.pay.apply_async((5,), task_id="t-2", link=shop.tip.s())
         # one worker, one thread: what it answers next, it has come to after the copy
-        assert shop.pay.apply_async((6,), task_id="t-2").get(**done) == "paid"
-        assert shop.celery.AsyncResult("t-1").result == "paid"
-    assert rows("SELECT amount FROM ledger ORDER BY 1") == [(5,), (6,)]
+        assert shop.count_down.apply_async((2,), task_id="t-3").get(**done) == "paid"
+        assert shop.celery.AsyncResult("t-2").result == "paid"
+    assert rows("SELECT amount FROM ledger ORDER BY 1") == [
+        (0,), (1,), (1,), (2,), (5,), (100,),
+    ]  # fmt: skip
+    assert rows("SELECT * FROM txbox_quarantine") == []

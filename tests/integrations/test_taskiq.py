@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiosqlite
 import pytest
-from taskiq import InMemoryBroker, SimpleRetryMiddleware
+from taskiq import Context, InMemoryBroker, SimpleRetryMiddleware, TaskiqDepends
+from taskiq.exceptions import NoResultError
 
 from tests.integrations.conftest import Rows
 from txbox import ConfigurationError, Inbox
@@ -22,8 +23,10 @@ from txbox.integrations.taskiq import once
 class Shop:
     """A task that writes, and then fails as often as told."""
 
-    def __init__(self, database: Path) -> None:
-        self.broker = InMemoryBroker(await_inplace=True).with_middlewares(SimpleRetryMiddleware())
+    def __init__(self, database: Path, *, await_inplace: bool = True) -> None:
+        self.broker = InMemoryBroker(await_inplace=await_inplace).with_middlewares(
+            SimpleRetryMiddleware()
+        )
         self.failures: list[Exception] = []
 
         @asynccontextmanager
@@ -108,6 +111,76 @@ def test_a_copy_returns_what_the_annotation_says(database: Path) -> None:
             assert answer == Receipt(date(2026, 11, 26), 5)
 
     asyncio.run(run())
+
+
+def test_a_body_that_ends_without_a_result_is_done(database: Path, rows: Rows) -> None:
+    shop = Shop(database)
+    shop.failures = [NoResultError(), NoResultError()]
+
+    async def run() -> None:
+        for _ in range(2):
+            await shop.pay.kicker().with_task_id("t-1").kiq(5)
+
+    asyncio.run(run())
+    assert len(shop.failures) == 1
+    assert rows("SELECT amount FROM ledger") == [(5,)]
+    assert rows("SELECT message_id FROM txbox_inbox") == [("t-1",)]
+
+
+def test_a_body_that_is_requeued_is_not_done(database: Path, rows: Rows) -> None:
+    """It runs again under the same id."""
+    shop, days = Shop(database, await_inplace=False), iter(["yesterday", "today"])
+
+    @shop.broker.task
+    @once(Inbox(consumer="later"), shop.transaction)
+    async def later(
+        tx: aiosqlite.Connection,
+        amount: int,
+        context: Annotated[Context, TaskiqDepends()],
+    ) -> str:
+        await tx.execute("INSERT INTO ledger VALUES (?)", (amount,))
+        if (day := next(days)) == "yesterday":
+            await context.requeue()
+        return day
+
+    async def run() -> None:
+        answer: Any = await (await later.kiq(5)).wait_result()
+        assert answer.return_value == "today"
+
+    asyncio.run(run())
+    assert rows("SELECT amount FROM ledger") == [(5,)]
+
+
+NUMBERS = iter(range(9))
+
+
+def number() -> int:
+    return next(NUMBERS)
+
+
+def test_what_taskiq_injects_is_not_compared(database: Path, rows: Rows) -> None:
+    shop = Shop(database)
+
+    @shop.broker.task
+    @once(Inbox(consumer="numbered"), shop.transaction)
+    async def numbered(
+        tx: aiosqlite.Connection,
+        amount: int,
+        by: Annotated[int, TaskiqDepends(number)],
+        context: Annotated[Context, TaskiqDepends()],
+    ) -> int:
+        await tx.execute("INSERT INTO ledger VALUES (?)", (amount,))
+        return by
+
+    async def run() -> None:
+        for amount in (5, 5, 6):
+            task = await numbered.kicker().with_task_id("t-1").kiq(amount)
+            answer: Any = await task.wait_result()
+            assert answer.return_value == 0
+
+    asyncio.run(run())
+    assert rows("SELECT amount FROM ledger") == [(5,)]
+    assert rows("SELECT payload FROM txbox_quarantine") == [(b'{"amount":6}',)]
 
 
 def test_what_is_no_json_is_refused_before_the_commit(database: Path, rows: Rows) -> None:

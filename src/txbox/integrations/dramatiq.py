@@ -8,6 +8,7 @@ run returned, so that a pipeline goes on whose worker was killed behind the comm
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -18,6 +19,10 @@ from txbox.inbox import Inbox
 from txbox.integrations.once import Begin, Body
 
 R = TypeVar("R")
+
+# the message that has run a body: an actor that calls others as functions has one id for them all, so that the second
+# call would be taken for a copy of the first
+_taken: ContextVar[Any] = ContextVar("txbox_dramatiq_taken", default=None)
 
 
 def _encode(result: Any) -> bytes:
@@ -49,9 +54,11 @@ def once(
         timeout: the longest wait for another worker with the same id.
         keep_result: keep what the body returns in the row, by Dramatiq's encoder, for copies to return.
 
+    A body that ends by `raise SkipMessage` is done: what it wrote is committed.
+
     Raises, in the worker:
-        SkipMessage: the id is known with other arguments, which are quarantined; or the body has run before and its
-            result was not kept. Dramatiq acknowledges the message, and a pipeline does not go on.
+        SkipMessage: the body did; the id is known with other arguments, which are quarantined; or the body has run
+            before, and its result was not kept. Dramatiq acknowledges the message, and a pipeline does not go on.
         ConfigurationError: there is no id, or the result cannot be encoded; nothing is committed.
         MessageInProgress: the timeout passed; Retries tries again.
         whatever the body raises: it is rolled back, and Retries tries again.
@@ -65,13 +72,20 @@ def once(
 
         def run(*args: Any, **kwargs: Any) -> R:
             message = CurrentMessage.get_current_message()
-            given = None if message is None else message.message_id
-            done = body(transaction, given, args, kwargs)
-            if not done:
+            given: str | None = None
+            if message is not None and message is not _taken.get():
+                _taken.set(message)
+                given = message.message_id
+            answer = body(transaction, given, args, kwargs, done=_ends)
+            if not answer:
                 raise SkipMessage
-            return cast("R", done.result)
+            return cast("R", answer.result)
 
         body.update(run)
         return run
 
     return decorate
+
+
+def _ends(error: Exception) -> bool:
+    return isinstance(error, SkipMessage)

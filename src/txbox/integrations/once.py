@@ -2,12 +2,13 @@
 
 What the body returns is kept with the row, so that a copy returns it too: after a crash between the commit and the
 queue's own bookkeeping, the chain, chord, pipeline or caller that waits for it goes on. Failures stay with the queue:
-an exception rolls the row back, so that the queue's own retry runs the body again.
+an exception rolls the row back, so that the queue's own retry runs the body again. An exception by which a body tells
+its queue that it is done, and has no result, is no failure: it goes on to the queue behind the commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,10 +28,16 @@ from txbox.session import Statement, Transaction, run, run_async
 #: Begins a transaction, yields its connection or session, then commits or rolls back: `engine.begin`.
 Begin = Callable[[], AbstractContextManager[Any]]
 BeginAsync = Callable[[], AbstractAsyncContextManager[Any]]
+#: Whether an exception of the body means that it is done, without a result.
+Done = Callable[[Exception], bool]
 
 # not `BLOCK`: MySQL would drop that of an `App.transaction` around it
 _BODY = Statement("savepoint", "SAVEPOINT txbox_body", {})
 _BODY_ENDS = Statement("release_savepoint", "RELEASE SAVEPOINT txbox_body", {})
+
+
+def _never(_: Exception) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,6 @@ class Body:
         update_wrapper(wrapper, self.function)
         attributes = vars(wrapper)
         del attributes["__wrapped__"]  # queues that look behind it would ask for the transaction
-        attributes["__signature__"] = self.signature
         hints = {
             name: kind
             for name, kind in wrapper.__annotations__.items()
@@ -105,71 +111,113 @@ class Body:
             annotated: Any = SimpleNamespace(__annotations__=hints)
             hints = get_type_hints(annotated, known, include_extras=True)
         wrapper.__annotations__ = hints
+        attributes["__signature__"] = self.signature = self.signature.replace(
+            parameters=[
+                each.replace(annotation=hints.get(each.name, each.annotation))
+                for each in self.signature.parameters.values()
+            ]
+        )
 
     def __call__(
-        self, begin: Begin, given: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        begin: Begin,
+        given: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        done: Done = _never,
     ) -> Once:
         """Run the body in a new transaction, or return what it returned when it ran for this id.
 
         Args:
             given: the queue's own id, for a body without an `id=`.
+            done: for the exceptions that end a body without a result; they are raised behind the commit.
 
         Raises:
             ConfigurationError: there is no id, or the result cannot be encoded.
             MessageInProgress: another transaction held the id until the timeout.
             StoreError: the body ended the transaction, or went on after the database had failed it.
-            whatever the body raises: nothing is kept.
+            whatever else the body raises: nothing is kept.
 
         Guarantee: the row and what the body wrote are one commit.
         """
         chosen, known = self._message(given, args, kwargs)
         accepted: Acceptance | None = None
+        ended: Exception | None = None
+        result: Any = None
         try:
             with begin() as tx:
                 accepted = self._inbox.accept(tx, chosen, timeout=self._timeout, **known)
-                if accepted:
-                    executor = borrow(tx)
-                    run(executor, _mark)
+                if not accepted:
+                    return self._first(self._inbox.result(tx, accepted))
+                executor = borrow(tx)
+                run(executor, _mark)
+                try:
                     result = self.function(tx, *args, **kwargs)
-                    run(executor, _check)
-                    if self._encode is not None:
-                        self._inbox.keep_result(tx, accepted, self._encoded(result))
-                    return Once(True, result)
-                return self._first(self._inbox.result(tx, accepted))
+                except Exception as error:
+                    if not done(error):
+                        raise
+                    ended = error
+                run(executor, _check)
+                if ended is None and self._encode is not None:
+                    self._inbox.keep_result(tx, accepted, self._encoded(result))
         except PayloadMismatch:
             if accepted:
                 raise  # of another inbox, which the body uses
             with begin() as tx:
                 self._inbox.quarantine(tx, chosen, **known)
-        return Once(False)
+            return Once(False)
+        if ended is not None:
+            raise ended
+        return Once(True, result)
 
     async def call_async(
-        self, begin: BeginAsync, given: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        begin: BeginAsync,
+        given: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        done: Done = _never,
+        sent: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     ) -> Once:
-        """The twin of calling it, for an `async def` function."""
-        chosen, known = self._message(given, args, kwargs)
+        """The twin of calling it, for an `async def` function.
+
+        Args:
+            sent: the arguments that copies are compared by, where the queue has added some.
+        """
+        chosen, known = self._message(given, args, kwargs, sent)
         function: Callable[..., Awaitable[Any]] = self.function
         accepted: Acceptance | None = None
+        ended: Exception | None = None
+        result: Any = None
         try:
             async with begin() as tx:
                 accepted = await self._inbox.accept_async(
                     tx, chosen, timeout=self._timeout, **known
                 )
-                if accepted:
-                    executor = borrow(tx, is_async=True)
-                    await run_async(executor, _mark)
+                if not accepted:
+                    return self._first(await self._inbox.result_async(tx, accepted))
+                executor = borrow(tx, is_async=True)
+                await run_async(executor, _mark)
+                try:
                     result = await function(tx, *args, **kwargs)
-                    await run_async(executor, _check)
-                    if self._encode is not None:
-                        await self._inbox.keep_result_async(tx, accepted, self._encoded(result))
-                    return Once(True, result)
-                return self._first(await self._inbox.result_async(tx, accepted))
+                except Exception as error:
+                    if not done(error):
+                        raise
+                    ended = error
+                await run_async(executor, _check)
+                if ended is None and self._encode is not None:
+                    await self._inbox.keep_result_async(tx, accepted, self._encoded(result))
         except PayloadMismatch:
             if accepted:
                 raise
             async with begin() as tx:
                 await self._inbox.quarantine_async(tx, chosen, **known)
-        return Once(False)
+            return Once(False)
+        if ended is not None:
+            raise ended
+        return Once(True, result)
 
     def _encoded(self, result: Any) -> bytes:
         assert self._encode is not None, "results are kept"
@@ -186,7 +234,11 @@ class Body:
         return Once(False) if kept is None else Once(True, self._decode(kept))
 
     def _message(
-        self, given: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        given: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sent: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     ) -> tuple[str | int, dict[str, Any]]:
         chosen = given if self._id is None else self._id(*args, **kwargs)
         if chosen is None:
@@ -194,7 +246,10 @@ class Body:
                 f"{self.name} was called outside a task, so it has no id: send it to the queue, or give once() an id=."
             )
         # by name, so that f(1) and f(order=1) are the same call
-        arguments: dict[str, Any] = dict(self.signature.bind(*args, **kwargs).arguments)
+        bound = self.signature.bind(*args, **kwargs)
+        if sent is not None:
+            bound = self.signature.bind_partial(*sent[0], **sent[1])
+        arguments: dict[str, Any] = dict(bound.arguments)
         try:
             payload = as_json(arguments, sort_keys=True)
         except (TypeError, ValueError):

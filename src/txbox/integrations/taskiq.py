@@ -22,6 +22,7 @@ from txbox.integrations.once import BeginAsync, Body
 
 R = TypeVar("R")
 _CONTEXT = "txbox_context"
+_REQUEUED = "X-Taskiq-requeue"
 
 
 def once(
@@ -45,9 +46,12 @@ def once(
         keep_result: keep what the body returns in the row, as JSON, for copies to return. The task's annotation says
             what the JSON is read back as; without one a copy returns JSON's own types.
 
+    A body that ends by `raise NoResultError` is done: what it wrote is committed. One that ends by `Context.requeue` is
+    not. What taskiq injects is not compared.
+
     Raises, in the worker:
-        NoResultError: the id is known with other arguments, which are quarantined; or the body has run before and its
-            result was not kept. taskiq acknowledges the task, and keeps the result of the first run.
+        NoResultError: the body did; the id is known with other arguments, which are quarantined; or the body has run
+            before, and its result was not kept. taskiq acknowledges the task, and keeps the result of the first run.
         ConfigurationError: the result cannot be written as JSON; nothing is committed.
         MessageInProgress: the timeout passed.
         whatever the body raises: it is rolled back; SimpleRetryMiddleware tries again if asked to.
@@ -64,11 +68,26 @@ def once(
 
         async def run(*args: Any, **kwargs: Any) -> R:
             context: Context | None = kwargs.pop(_CONTEXT, None)
-            given = None if context is None else context.message.task_id
-            done = await body.call_async(transaction, given, args, kwargs)
-            if not done:
+            if context is None:
+                answer = await body.call_async(transaction, None, args, kwargs)
+            else:
+                message = context.message
+                requeued = message.labels.get(_REQUEUED)
+
+                def done(error: Exception) -> bool:
+                    # `Context.requeue` raises it as well, and has sent the task again under the same id
+                    return (
+                        isinstance(error, NoResultError)
+                        and message.labels.get(_REQUEUED) == requeued
+                    )
+
+                answer = await body.call_async(
+                    transaction, message.task_id, args, kwargs,
+                    done=done, sent=(message.args, message.kwargs),
+                )  # fmt: skip
+            if not answer:
                 raise NoResultError
-            return cast("R", done.result)
+            return cast("R", answer.result)
 
         body.update(run)
         # taskiq injects what a parameter's default says, and reads these two to find it
