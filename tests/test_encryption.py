@@ -341,6 +341,27 @@ def test_a_text_moved_to_another_message_is_not_read(database_url: str, column: 
         assert "moved in the database" in str(shop.row("b").error)
 
 
+def test_a_text_of_the_quarantine_is_not_read_in_the_inbox(database_url: str) -> None:
+    """Where there is another one of this id, and of those without an id any other one."""
+    with opened(database_url, codec=BEFORE) as shop:
+        shop.handler(mode="stored")
+        assert shop.deliver(paid("a", PAYLOAD)) is Outcome.DEFERRED
+        assert shop.deliver(paid("a", b"{}")) is Outcome.QUARANTINED
+        for payload in (b"{}", PAYLOAD):
+            assert shop.deliver(Message(topic="orders", payload=payload)) is Outcome.QUARANTINED
+        ((aside,),) = shop.raw.rows("SELECT payload FROM txbox_quarantine WHERE message_id = 'a'")
+        shop.raw.execute("UPDATE txbox_inbox SET payload = ?", (aside,))
+        texts = "SELECT hash, payload FROM txbox_quarantine WHERE message_id = ''"
+        (first, _), (_, other) = shop.raw.rows(texts)
+        shop.raw.execute("UPDATE txbox_quarantine SET payload = ? WHERE hash = ?", (other, first))
+        assert shop.work() == [Outcome.FAILED]
+        assert "moved in the database" in str(shop.row("a").error)
+        with Admin(shop.app) as admin:
+            named = QuarantineFilter(hash=bytes(first).hex())
+            (swapped,) = admin.show(named, reveal=True)
+        assert "moved in the database" in str(swapped.unreadable)
+
+
 @pytest.mark.parametrize(
     "altered",
     ["payload = ?, key_id = NULL, headers = NULL", 'headers = \'[["x-customer","Eve"]]\''],

@@ -55,8 +55,13 @@ class AesGcm:
         #: The name of the key that encrypts.
         self.key_id = next(iter(self._keys))
 
+    @property
+    def key_ids(self) -> tuple[str, ...]:
+        """The names of all keys."""
+        return tuple(self._keys)
+
     def __repr__(self) -> str:
-        return f"AesGcm({', '.join(self._keys)})"
+        return f"AesGcm({', '.join(self.key_ids)})"
 
     def encode(self, data: bytes, context: bytes | None = None) -> bytes:
         """Encrypt under the first key.

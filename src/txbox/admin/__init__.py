@@ -1,5 +1,5 @@
 """The operator's verbs, all of them audited where they change anything: `Admin` has those of look.py, changes.py,
-canary.py and replay.py."""
+canary.py, encrypt.py and replay.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from txbox.admin.canary import Canary
 from txbox.admin.changes import Changed, Changes, Edited, How, MessageChanged
+from txbox.admin.encrypt import Encrypted, Encryption
 from txbox.admin.look import Look
 from txbox.admin.reader import Reader, run_verb
 from txbox.admin.replay import Replays
@@ -16,7 +17,8 @@ from txbox.admin.tables import InboxFilter, OutboxFilter, QuarantineFilter
 from txbox.session import twin_of
 
 __all__ = [
-    "Admin", "Changed", "Edited", "How", "InboxFilter", "MessageChanged", "OutboxFilter", "QuarantineFilter",
+    "Admin", "Changed", "Edited", "Encrypted", "How", "InboxFilter", "MessageChanged", "OutboxFilter",
+    "QuarantineFilter",
 ]  # fmt: skip
 
 
@@ -39,7 +41,7 @@ def _twin(
     return twin
 
 
-class Admin(Look, Replays, Canary):
+class Admin(Look, Replays, Canary, Encryption):
     """The operator's view of one inbox and outbox. A filter says which table a verb is about.
 
     Args:
@@ -86,3 +88,4 @@ class Admin(Look, Replays, Canary):
     replay_async = _twin(Replays.replay)
     rehearse_async = _twin(Replays.rehearse)
     canary_async = _twin(Canary.canary)
+    encrypt_async = _twin(Encryption.encrypt)

@@ -55,8 +55,6 @@ Key = tuple[Any, ...]
 _SAMPLE = 10
 _BATCH = 500
 _CONFLICT_PAUSE_S = 0.05
-# the place of key_id among the columns of a lease
-_KEY_ID = 14
 _PAYLOAD_GONE = (
     "its payload was dropped (Retention.quarantine_bytes): let its producer send it again"
 )
@@ -531,7 +529,7 @@ def _check_edited(handler: Handler, arrival: Arrival, after: Message[Any], limit
 
 
 @asynccontextmanager
-async def _transaction(db: Session, *, commit: bool) -> AsyncGenerator[None]:
+async def transaction(db: Session, *, commit: bool) -> AsyncGenerator[None]:
     """A transaction that ends with this block; rolled back in a dry run, and when the change is refused."""
     await db.begin()
     try:
@@ -580,7 +578,7 @@ async def _batch(
         "after": -1 if after is None else after,
         "limit": limit,
     }
-    async with _transaction(db, commit=audit is not None):
+    async with transaction(db, commit=audit is not None):
         rows = {"status": _statuses(verb, where)} if table is OUTBOX else None
         found = await db.execute(store.dialect.statement(f"{table.name}_select", params, rows))
         keys = [tuple(key) for *key, _, error in found.rows if spared is None or error != spared]
@@ -622,7 +620,7 @@ async def _accept(
     consumer, message_id, hashed = key
     hashed = bytes(hashed)
     named = {"consumer": consumer, "message_id": message_id, "hash": hashed}
-    async with _transaction(db, commit=audit is not None):
+    async with transaction(db, commit=audit is not None):
         found = await db.execute(store.dialect.statement("quarantine_lock", named))
         if not found.rows:
             raise UnusableMessage("somebody else has decided on it meanwhile")
@@ -665,30 +663,29 @@ async def _edit(
     Guarantee: the change, the row that keeps what was there before and the audit row are one commit.
     """
     columns, named = store.columns, where.params()
-    async with _transaction(db, commit=audit is not None):
+    async with transaction(db, commit=audit is not None):
         found = await db.execute(store.dialect.statement("edit_lock", named))
         if not found.rows:
             return None
-        *row, error = found.rows[0]
-        arrival = columns.arrival(str(where.consumer), row).arrival
+        arrival = columns.arrival(str(where.consumer), found.rows[0]).arrival
         if arrival.unreadable is not None:
             raise ConfigurationError(f"This message cannot be edited. {arrival.unreadable}")
         after = edited(arrival)
         bound = Row(str(where.consumer), arrival.message_id)
-        text = columns.error_back(error, row[_KEY_ID], bound)
         if audit is not None:
             before = arrival.message.payload
             hashed = TOMBSTONE_HASH if before is None else sha256(before).digest()
             reason = f"edited by {audit.actor}" + (f": {audit.reason}" if audit.reason else "")
-            kept = {**named, "hash": hashed, "reason": reason}
-            await db.execute(store.dialect.statement("edit_set_aside", kept))
-            # the key that a row names is that of all its columns: its error is written anew as well
-            content = {
+            kept = {
                 **named,
-                **columns.content(after, bound),
+                # encoded anew: a text is bound to its table
+                **columns.content(arrival.message, bound._replace(hash=hashed)),
                 "key_id": columns.key_id,
-                "error": None if text is None else columns.error(text, bound),
+                "hash": hashed,
+                "reason": reason,
             }
+            await db.execute(store.dialect.statement("edit_set_aside", kept))
+            content = {**named, **columns.content(after, bound), "key_id": columns.key_id}
             await db.execute(store.dialect.statement("edit_write", content))
             await db.execute(audit.row(store.dialect, "edit", where, 1))
     return arrival.message, after

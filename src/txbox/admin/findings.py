@@ -68,6 +68,9 @@ CODES: dict[str, Severity] = {
     "autovacuum-off": "warning",
     "dead-tuples": "warning",
     "old-transaction": "warning",
+    # what a codec encodes
+    "plain-rows": "warning",
+    "key-missing": "error",
     # time-outs, in the order in which they must grow
     "time-out-order": "error",
     "time-out-statement": "warning",

@@ -14,7 +14,7 @@ from txbox.errors import ConfigurationError, UnreadableMessage, UnusableMessage,
 from txbox.identity import DIGEST_PREFIX, canonical_id
 from txbox.message import Headers, Message
 from txbox.outcome import Status
-from txbox.store.codec import ENCODED_ERROR, Columns, Row, decode_origin
+from txbox.store.codec import Columns, Row, decode_origin
 from txbox.store.dialect import as_time
 from txbox.store.order import Waits
 
@@ -25,7 +25,6 @@ COUNTED_MAX = 10_000
 #: What operators do to rows.
 Verb = Literal["retry", "discard", "reroute", "accept"]
 _ENCODED_HEADERS = "(encoded)"
-_ENCODED = "(encoded: the App that has the codec= can read it)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -500,7 +499,7 @@ def message_of(
     payload, redacted = _shown(columns, "body", payload if reveal else None)
     values["payload"] = payload
     try:
-        headers = columns.headers_back(values["headers"], key_id, bound)
+        headers = columns.headers_back(values["headers"], bound)
         values["headers"] = _headers(columns, headers, reveal=reveal)
     except UnreadableMessage as error:
         values["headers"] = ((_ENCODED_HEADERS, None),)
@@ -518,7 +517,7 @@ def message_of(
         redacted |= hidden
         names = [item.name for item in fields(RecordedAttempt)]
         values["history"] = tuple(
-            RecordedAttempt(**_named(columns, table, names, attempt, key_id, bound)[0])
+            RecordedAttempt(**_named(columns, table, names, attempt, bound)[0])
             for attempt in attempts
         )
     return table.message(**values, redacted=redacted, unreadable=unreadable)
@@ -550,7 +549,7 @@ def quarantined(columns: Columns, found: Sequence[Any]) -> tuple[int, Message[An
         type=values["type"],
         key=values["key"],
         payload=columns.payload_back(values["payload"], values["key_id"], bound),
-        headers=columns.headers_back(values["headers"], values["key_id"], bound),
+        headers=columns.headers_back(values["headers"], bound),
         content_type=values["content_type"],
         time=time,
         origin=origin,
@@ -608,7 +607,13 @@ def _columns(table: Table) -> tuple[str, ...]:
 
 
 def _bound(table: Table, values: Mapping[str, Any]) -> Row:
+    if table is QUARANTINE:
+        return Row(values["consumer"], values["message_id"], _digest(values["hash"]))
     return Row(None if table is OUTBOX else values["consumer"], values["message_id"])
+
+
+def _digest(value: Any) -> bytes:
+    return bytes.fromhex(value) if isinstance(value, str) else bytes(value)
 
 
 def _named(
@@ -616,12 +621,11 @@ def _named(
     table: Table,
     names: Sequence[str],
     found: Sequence[Any],
-    key_id: str | None = None,
     bound: Row | None = None,
 ) -> tuple[dict[str, Any], str | None]:
     """The columns of a row by name, decoded and redacted, and the key id of its codec."""
     values = dict(zip(names, found, strict=True))
-    key_id = values.pop("key_id", key_id)
+    key_id = values.pop("key_id", None)
     for name, value in values.items():
         if value is None:
             continue
@@ -632,8 +636,7 @@ def _named(
         elif name == "has_payload":
             values[name] = bool(value)
         elif name == "error":
-            known = columns.error_back(value, key_id, bound or _bound(table, values))
-            values[name] = _ENCODED if known and known.startswith(ENCODED_ERROR) else known
+            values[name] = columns.error_back(value, bound or _bound(table, values))
         elif name == "reason":
             values[name] = columns.redact.error(value)
         elif name == "waits_for":

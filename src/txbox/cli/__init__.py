@@ -67,6 +67,8 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "rescue": ("change", "take messages back from workers that died", "rescue --app shop:app"),
     "send": ("change", "store a message for every consumer of its topic",
              "send orders --data '{\"cents\": 100}' --app shop:app"),
+    "encrypt": ("change", "encrypt stored messages that are plain, or under an older key",
+                "encrypt shop:app", "encrypt shop:app --dry-run"),
     "workers": ("workers", "list the running workers and what they consume", "workers --app shop:app"),
     "pause": ("workers", "stop all workers from running a consumer",
               "pause billing --reason 'the bank is down' --app shop:app"),

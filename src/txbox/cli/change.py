@@ -162,6 +162,10 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         },
     )
     add_options(add_command(commands, "rescue", _rescue, common), consumer)
+    encrypt = add_command(commands, "encrypt", _encrypt, common)
+    add_options(encrypt, {"path MODULE:APP": "instead of --app"}, nargs="?")
+    add_options(encrypt, {"--dry-run": "count them, and change nothing"})
+    add_audit(encrypt)
     send = add_command(commands, "send", _send, common)
     add_options(send, {"topic TOPIC": "a topic that a handler of the App consumes"})
     a_copy = {"--id ID": "its id; a second message with this id is a duplicate"}
@@ -535,6 +539,44 @@ def _rescue(args: argparse.Namespace) -> int:
         admin.on_database(app.protocol.check_schema)
         report = admin.on_database(rescue, app, Task(consumer=args.consumer, on_progress=bar))
     return _reported(args, report, "put back to work")
+
+
+def _encrypt(args: argparse.Namespace) -> int:
+    """Encodes payloads, headers, results and error texts anew that are plain, or under an older key than the first one
+    of App(codec=…): of messages, their attempts, the quarantine and the outbox. Workers may run beside it. It can be
+    ended at any time, and goes on where it was when it is started again.
+
+    It takes plain texts as they are: where all were encrypted already, first find out who has written plain ones. It
+    needs the App, and a database role that may write all these tables, such as their owner.
+
+    Exit status: 0 all is encrypted, 1 rows were left: those that a worker kept leased, or that the codec cannot read.
+    """
+    with (
+        admin_of(args, handlers="encrypts with the codec of the App") as admin,
+        progress("encrypt") as bar,
+    ):
+        done = admin.encrypt(
+            actor=args.actor, reason=args.reason, dry_run=args.dry_run, progress=bar
+        )
+    code = 0 if done.complete else 1
+    if args.json:
+        print_json({"action": "encrypt", **as_json(done)})
+        return code
+    heads = (
+        "table",
+        "to encrypt" if args.dry_run else "encrypted",
+        "of them plain",
+        "leased",
+        "unreadable",
+    )
+    print_table(heads, [dataclasses.astuple(table) for table in done.tables])
+    for reason in done.reasons:
+        print_error(shown(reason))
+    if any(table.leased for table in done.tables):
+        print_line("Some were leased all the time: run it again.")
+    elif done.complete and not args.dry_run:
+        print_line(f"All are encrypted with the key {done.key_id}.")
+    return code
 
 
 def _reported(args: argparse.Namespace, report: Report, verb: str, what: str = "message") -> int:

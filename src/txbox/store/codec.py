@@ -11,6 +11,7 @@ from datetime import datetime
 from hashlib import sha256
 from inspect import signature
 from typing import Any, Literal, NamedTuple, Protocol
+from urllib.parse import quote, unquote
 
 from txbox.boundaries import Boundary, blamed
 from txbox.errors import StoreUnavailable, TxboxError, UnreadableMessage, UnusableMessage
@@ -18,8 +19,9 @@ from txbox.message import Headers, HeaderValue, Message, header_value, headers_i
 from txbox.policy import CREDENTIAL_HEADERS, Redaction
 from txbox.store.dialect import as_time
 
-#: Prefix of an error text or of headers that a codec has encoded; plain headers are JSON, which starts differently.
-ENCODED_ERROR = "codec:"
+#: Prefix of an error text or of headers that a codec has encoded. Behind it are the name of the key, percent-encoded, a
+#: colon, and base64. Plain headers are JSON, which starts differently.
+ENCODED = "codec:"
 #: Shown in events and logs instead of an error text that a codec encodes at rest.
 HIDDEN_ERROR = "(encoded: see `txbox show`)"
 
@@ -40,14 +42,35 @@ class Codec(Protocol):
 
 
 class Row(NamedTuple):
-    """The row that a text belongs to. Inbox and quarantine are one: an edit moves the old content there as it is.
+    """The row that a text belongs to. The attempts of a message are of its row in the inbox.
 
     Attributes:
         consumer: None in the outbox.
+        hash: in the quarantine, which holds several messages of one id.
     """
 
     consumer: str | None
     message_id: str
+    hash: bytes | None = None
+
+    def context(self, column: str) -> bytes:
+        """What the text of a column is bound to."""
+        if self.hash is not None:
+            named = ["quarantine", self.consumer, self.message_id, self.hash.hex(), column]
+        else:
+            table = "outbox" if self.consumer is None else "inbox"
+            named = [table, self.consumer, self.message_id, column]
+        return json.dumps(named).encode()
+
+
+class Texts(NamedTuple):
+    """The columns of a row that a codec encodes, as they are stored; None where it has none."""
+
+    key_id: str | None = None
+    payload: bytes | None = None
+    headers: str | None = None
+    error: str | None = None
+    result: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -155,7 +178,7 @@ class Columns:
         redact: Redaction | None = None,
         plain: Literal["accept", "refuse"] = "refuse",
     ) -> None:
-        self._codec = codec
+        self.codec = codec
         self._binds = codec is not None and _takes_context(codec)
         self._refuses_plain = codec is not None and plain == "refuse"
         self.redact = redact or Redaction()
@@ -209,13 +232,10 @@ class Columns:
     @property
     def key_id(self) -> str | None:
         """The key that rows are written with now; None without a codec."""
-        return self._codec.key_id if self._codec else None
+        return self.codec.key_id if self.codec else None
 
     def _context(self, row: Row, column: str) -> dict[str, Any]:
-        if not self._binds:
-            return {}
-        table = "outbox" if row.consumer is None else "inbox"
-        return {"context": json.dumps([table, row.consumer, row.message_id, column]).encode()}
+        return {"context": row.context(column)} if self._binds else {}
 
     def _encoded(self, data: bytes, row: Row, column: str) -> bytes:
         """Encode with the codec.
@@ -223,9 +243,9 @@ class Columns:
         Raises:
             UnusableMessage: it fails on this.
         """
-        assert self._codec is not None, "only a codec encodes"
+        assert self.codec is not None, "only a codec encodes"
         try:
-            return self._codec.encode(data, **self._context(row, column))
+            return self.codec.encode(data, **self._context(row, column))
         except StoreUnavailable:
             raise
         except BaseException as error:
@@ -240,12 +260,12 @@ class Columns:
         Raises:
             UnreadableMessage: it fails on this, or there is none.
         """
-        if self._codec is None:
+        if self.codec is None:
             raise UnreadableMessage(
                 f"It is encoded with key {key_id}: pass App(codec=…) one that knows this key."
             )
         try:
-            return self._codec.decode(data, key_id, **self._context(row, column))
+            return self.codec.decode(data, key_id, **self._context(row, column))
         except (StoreUnavailable, UnreadableMessage):
             raise
         except BaseException as error:
@@ -258,7 +278,7 @@ class Columns:
         Raises:
             UnusableMessage: the codec fails on it.
         """
-        if self._codec is None or payload is None:
+        if self.codec is None or payload is None:
             return payload
         return self._encoded(payload, row, "payload")
 
@@ -271,16 +291,16 @@ class Columns:
         text = encode_headers(headers)
         return None if text is None else self._text(text, row, "headers")
 
-    def headers_back(self, text: str | None, key_id: str | None, row: Row) -> Headers:
+    def headers_back(self, text: str | None, row: Row) -> Headers:
         """Read a headers column.
 
         Raises:
             UnreadableMessage: as for `payload_back`.
         """
-        if text and self._refuses_plain and (key_id is None or not text.startswith(ENCODED_ERROR)):
+        if text and self._refuses_plain and not text.startswith(ENCODED):
             raise _plain("headers")
         try:
-            return decode_headers(self._text_back(text, key_id, row, "headers"))
+            return decode_headers(self._text_back(text, row, "headers"))
         except (TypeError, ValueError, RecursionError) as error:
             raise _unreadable(error) from error
 
@@ -297,28 +317,26 @@ class Columns:
             return "(withheld: App(codec=…) failed on this text)"
 
     def _text(self, text: str, row: Row, column: str) -> str:
-        if self._codec is None:
+        if self.codec is None:
             return text
         encoded = self._encoded(text.encode(), row, column)
-        return ENCODED_ERROR + base64.b64encode(encoded).decode()
+        return _prefix(self.codec.key_id) + base64.b64encode(encoded).decode()
 
     def told(self, error: str) -> str:
         """Return an error text for events and logs; hidden if a codec encodes it at rest."""
-        return self.redact.error(error) if self._codec is None else HIDDEN_ERROR
+        return self.redact.error(error) if self.codec is None else HIDDEN_ERROR
 
-    def error_back(self, text: str | None, key_id: str | None, row: Row) -> str | None:
+    def error_back(self, text: str | None, row: Row) -> str | None:
         """Read an error column for people; if it cannot be decoded, say why.
 
         Redaction also applies to rows written before its rules existed.
         """
         if text is None or not self.shows_errors:
             return None
-        if text.startswith(ENCODED_ERROR) and key_id is None:
-            return text
-        if text.startswith(ENCODED_ERROR) and self._codec is None:
-            return f"(encoded with key {key_id})"
+        if self.codec is None and (parts := _encoded_parts(text)):
+            return f"(encoded with key {parts[0]}: the App that has the codec= can read it)"
         try:
-            plain = self._text_back(text, key_id, row, "error") or ""
+            plain = self._text_back(text, row, "error") or ""
             return self.redact.error(plain, len(plain))
         except (UnreadableMessage, ValueError) as error:
             # one such row must not hide a page of others
@@ -326,11 +344,12 @@ class Columns:
                 f"({error})" if isinstance(error, UnreadableMessage) else f"({_unreadable(error)})"
             )
 
-    def _text_back(self, text: str | None, key_id: str | None, row: Row, column: str) -> str | None:
-        if text is None or key_id is None or not text.startswith(ENCODED_ERROR):
+    def _text_back(self, text: str | None, row: Row, column: str) -> str | None:
+        parts = _encoded_parts(text)
+        if parts is None:
             return text
-        encoded = base64.b64decode(text.removeprefix(ENCODED_ERROR))
-        return self._decoded(encoded, key_id, row, column).decode()
+        key_id, encoded = parts
+        return self._decoded(base64.b64decode(encoded), key_id, row, column).decode()
 
     def payload_back(self, payload: Any, key_id: str | None, row: Row) -> bytes | None:
         """Read a payload column.
@@ -348,9 +367,9 @@ class Columns:
 
     def result(self, result: bytes, row: Row) -> bytes:
         """Encode a handler's result along with the key's name, because the row's key_id is that of its payload."""
-        if self._codec is None:
+        if self.codec is None:
             return result
-        return b"\0" + self._codec.key_id.encode() + b"\0" + self._encoded(result, row, "result")
+        return _result_prefix(self.codec.key_id) + self._encoded(result, row, "result")
 
     def result_back(self, result: Any, row: Row) -> bytes | None:
         """Read a result column, the way `payload_back` reads a payload."""
@@ -361,8 +380,63 @@ class Columns:
             if self._refuses_plain:
                 raise _plain("result")
             return kept
+        return self._result_decoded(kept, row)
+
+    def _result_decoded(self, kept: bytes, row: Row) -> bytes:
         key_id, _, encoded = kept[1:].partition(b"\0")
         return self._decoded(encoded, key_id.decode("utf-8", "backslashreplace"), row, "result")
+
+    def behind(self, texts: Texts) -> Literal["plain", "older"] | None:
+        """Say whether a text is not under the codec's key; the first characters of each are enough.
+
+        "plain" is what is refused unless the App accepts it. An error text may be plain: the database writes some.
+        """
+        assert self.codec is not None, "without a codec there is nothing to compare with"
+        current = self.codec.key_id
+        key_id, payload, headers, error, result = texts
+        if (
+            (payload is not None and key_id is None)
+            or (headers and not headers.startswith(ENCODED))
+            or (result is not None and not result.startswith(b"\0"))
+        ):
+            return "plain"
+        if (
+            (payload is not None and key_id != current)
+            or any(text and not text.startswith(_prefix(current)) for text in (headers, error))
+            or (result is not None and not result.startswith(_result_prefix(current)))
+        ):
+            return "older"
+        return None
+
+    @property
+    def prefix_length(self) -> int:
+        """How many characters of a text, or bytes of a result, tell its key."""
+        return len(_prefix(self.codec.key_id)) if self.codec else 0
+
+    def encoded_anew(self, texts: Texts, row: Row) -> Texts:
+        """Return the texts of a row under the codec's key. Plain ones are taken as they are.
+
+        Raises:
+            UnreadableMessage: the codec fails on one, or lacks its key.
+            UnusableMessage: it fails to encode one.
+        """
+        key_id, payload, headers, error, result = texts
+        try:
+            headers = self._text_back(headers, row, "headers")
+            error = self._text_back(error, row, "error")
+        except ValueError as failure:
+            raise _unreadable(failure) from failure
+        if payload is not None and key_id is not None:
+            payload = self._decoded(payload, key_id, row, "payload")
+        if result is not None and result.startswith(b"\0"):
+            result = self._result_decoded(result, row)
+        return Texts(
+            key_id=key_id if payload is None else self.key_id,
+            payload=self.payload(payload, row),
+            headers=None if headers is None else self._text(headers, row, "headers"),
+            error=None if error is None else self._text(error, row, "error"),
+            result=None if result is None else self.result(result, row),
+        )
 
     def row(self, arrival: Arrival) -> dict[str, Any]:
         """Return what a processed row keeps of a message."""
@@ -418,7 +492,7 @@ class Columns:
         try:
             bound = Row(consumer, message_id)
             body = self.payload_back(payload, key_id, bound)
-            carried = self.headers_back(headers, key_id, bound)
+            carried = self.headers_back(headers, bound)
         except UnreadableMessage as error:
             body, unreadable = None, error
             error.stored = {
@@ -443,6 +517,22 @@ class Columns:
         hashed = None if hashed is None else bytes(hashed)
         arrival = Arrival(message, message_id, hashed, unreadable=unreadable)
         return Leased(arrival, attempts, starts, number)
+
+
+def _prefix(key_id: str) -> str:
+    return f"{ENCODED}{quote(key_id, safe='')}:"
+
+
+def _result_prefix(key_id: str) -> bytes:
+    return b"\0" + key_id.encode() + b"\0"
+
+
+def _encoded_parts(text: str | None) -> tuple[str, str] | None:
+    """The name of the key, and base64; None for a plain text."""
+    if text is None or not text.startswith(ENCODED):
+        return None
+    key_id, _, encoded = text.removeprefix(ENCODED).partition(":")
+    return (unquote(key_id), encoded) if encoded else None
 
 
 def _takes_context(codec: Codec) -> bool:

@@ -446,8 +446,8 @@ SELECT [text consumer], [text message_id], arrival, error_type
 [skip_locked]
 
 -- name: edit_lock
--- One message that may be edited, as replay_read and with what an edit keeps.
-SELECT [message], error
+-- One message that may be edited, as replay_read.
+SELECT [message]
   FROM txbox_inbox
  WHERE consumer = :consumer::text AND message_id = :message_id::text AND status IN ('dead', 'failed') AND has_payload
 [skip_locked]
@@ -457,7 +457,7 @@ SELECT [message], error
 UPDATE txbox_inbox
    SET status = 'failed', attempts = 0, starts = 0, next_attempt_at = [now], updated_at = [now],
        lease_until = NULL, token = NULL, content_type = :content_type::text, headers = :headers::text,
-       payload = :payload::bytea, key_id = :key_id::text, error = :error::text
+       payload = :payload::bytea, key_id = :key_id::text
  WHERE consumer = :consumer::text AND message_id = :message_id::text AND status IN ('dead', 'failed')
 
 -- name: replay_read
@@ -658,6 +658,80 @@ SELECT [quarantine_row]
 INSERT INTO txbox_audit (actor, action, filter, affected, reason)
 VALUES (:actor::text, :action::text, :filter::text, :affected::bigint, :reason::text)
 
+-- ---- admin/encrypt.py -----------------------------------------------------------------------------------------------
+-- Of each table: a stretch of rows in the order of its key, with what tells under which key they are; the texts of one
+-- row, unless somebody has leased or locked it; and those that replace them.
+
+-- fragment: begins column
+substr([column], 1, :length::integer)
+
+-- name: encrypt_inbox
+SELECT [text consumer], [text message_id], key_id, payload IS NOT NULL, [begins headers], [begins error], [begins result]
+  FROM txbox_inbox
+ WHERE consumer = :consumer::text AND message_id > :message_id::text
+ ORDER BY message_id
+ LIMIT :limit::integer
+
+-- name: encrypt_inbox_row
+SELECT key_id, payload, headers, error, result
+  FROM txbox_inbox
+ WHERE consumer = :consumer::text AND message_id = :message_id::text AND status <> 'processing'
+[skip_locked]
+
+-- name: encrypt_inbox_write
+UPDATE txbox_inbox
+   SET key_id = :key_id::text, payload = :payload::bytea, headers = :headers::text, error = :error::text,
+       result = :result::bytea
+ WHERE consumer = :consumer::text AND message_id = :message_id::text
+
+-- name: encrypt_attempt
+SELECT number, [text consumer], [text message_id], NULL, NULL, NULL, [begins error], NULL
+  FROM txbox_attempt
+ WHERE number > :number::bigint
+ ORDER BY number
+ LIMIT :limit::integer
+
+-- name: encrypt_attempt_row
+-- Without a lock: it is written once, and may be deleted meanwhile.
+SELECT NULL, NULL, NULL, error, NULL FROM txbox_attempt WHERE number = :number::bigint
+
+-- name: encrypt_attempt_write
+UPDATE txbox_attempt SET error = :error::text WHERE number = :number::bigint
+
+-- name: encrypt_quarantine
+SELECT [text consumer], [text message_id], hash, key_id, payload IS NOT NULL, [begins headers], NULL, NULL
+  FROM txbox_quarantine
+ WHERE (consumer, message_id, hash) > (:consumer::text, :message_id::text, :hash::bytea)
+ ORDER BY consumer, message_id, hash
+ LIMIT :limit::integer
+
+-- name: encrypt_quarantine_row
+-- Nobody leases these: a copy that increments the counter is waited for.
+SELECT key_id, payload, headers, NULL, NULL
+  FROM txbox_quarantine
+ WHERE consumer = :consumer::text AND message_id = :message_id::text AND hash = :hash::bytea
+[for_update]
+
+-- name: encrypt_quarantine_write
+UPDATE txbox_quarantine SET key_id = :key_id::text, payload = :payload::bytea, headers = :headers::text
+ WHERE consumer = :consumer::text AND message_id = :message_id::text AND hash = :hash::bytea
+
+-- name: encrypt_outbox
+SELECT [text id], key_id, payload IS NOT NULL, [begins headers], [begins error], NULL
+  FROM txbox_outbox
+ WHERE id > :message_id::text
+ ORDER BY id
+ LIMIT :limit::integer
+
+-- name: encrypt_outbox_row
+SELECT key_id, payload, headers, error, NULL FROM txbox_outbox WHERE id = :message_id::text AND token IS NULL
+[skip_locked]
+
+-- name: encrypt_outbox_write
+UPDATE txbox_outbox
+   SET key_id = :key_id::text, payload = :payload::bytea, headers = :headers::text, error = :error::text
+ WHERE id = :message_id::text
+
 -- ---- admin/doctor ---------------------------------------------------------------------------------------------------
 -- None of these reads a table through: names are found by jumps in an index, and rows are counted up to a limit.
 
@@ -722,6 +796,21 @@ SELECT count(*), [age min(own.staged_at)]
 SELECT count(*), [age min(own.received_at)]
   FROM (SELECT received_at FROM txbox_quarantine
          WHERE consumer = :consumer::text AND status = 'quarantined' LIMIT :limit::integer) AS own
+
+-- name: doctor_keys
+-- Under which keys the payloads of a consumer are; of rows in order of arrival, up to a limit.
+SELECT key_id, count(*) FROM (SELECT key_id FROM [kept_rows] LIMIT :limit::integer) AS own GROUP BY key_id
+
+-- fragment: keys_of table order
+SELECT '[table]', key_id, count(*)
+  FROM (SELECT key_id, payload IS NULL AS bare FROM txbox_[table] ORDER BY [order] LIMIT :limit::integer) AS own
+ WHERE NOT own.bare GROUP BY key_id
+
+-- name: doctor_keys_beside
+-- The same of the other tables.
+[keys_of outbox, id]
+ UNION ALL
+[keys_of quarantine, consumer, message_id, hash]
 
 -- name: doctor_pruning
 -- When pruning ran last, how old the tables are, and whether there is any row.

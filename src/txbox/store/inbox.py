@@ -443,12 +443,13 @@ class InboxStore:
         kept = message
         if message.payload is not None and len(message.payload) > payload_limit:
             kept = replace(message, payload=message.payload[:payload_limit])
-        content = {**_NO_CONTENT} if bare else self.columns.content(kept, Row(consumer, message_id))
+        hashed = hashed or quarantine_hash(message, message_id)
+        row = Row(consumer, message_id, hashed)
         params = {
-            **content,
+            **(_NO_CONTENT if bare else self.columns.content(kept, row)),
             "consumer": consumer,
             "message_id": message_id,
-            "hash": hashed or quarantine_hash(message, message_id),
+            "hash": hashed,
             "reason": self.columns.redact.error(reason),
             "topic": message.topic,
             "type": message.type,

@@ -64,6 +64,10 @@ txbox_outbox FORCE INDEX (txbox_outbox_due)
 -- fragment: inbox_by_due
 txbox_inbox FORCE INDEX (txbox_inbox_due)
 
+-- fragment: kept_rows
+txbox_inbox FORCE INDEX (txbox_inbox_due) WHERE consumer = :consumer AND has_payload = TRUE
+ ORDER BY starts, next_attempt_at, arrival
+
 -- fragment: skip_locked
 FOR UPDATE SKIP LOCKED
 
@@ -583,12 +587,12 @@ UPDATE [picked txbox_inbox, PRIMARY]
 INSERT INTO txbox_quarantine (consumer, message_id, hash, status, reason, topic, type, `key`,
                               content_type, headers, origin, payload, key_id)
 SELECT own.consumer, own.message_id, :hash, 'replaced', :reason, own.topic, own.type, own.`key`,
-       own.content_type, own.headers, own.origin, own.payload, own.key_id
+       own.content_type, :headers, own.origin, :payload, :key_id
   FROM txbox_inbox AS own WHERE own.consumer = :consumer AND own.message_id = :message_id
 ON DUPLICATE KEY UPDATE
        reason = CASE WHEN txbox_quarantine.status = 'quarantined' THEN txbox_quarantine.reason ELSE :reason END,
        status = CASE WHEN txbox_quarantine.status = 'quarantined' THEN txbox_quarantine.status ELSE 'replaced' END,
-       headers = own.headers, payload = own.payload, key_id = own.key_id, updated_at = UTC_TIMESTAMP(6)
+       headers = :headers, payload = :payload, key_id = :key_id, updated_at = UTC_TIMESTAMP(6)
 
 -- fragment: first_of_key route
 -- The number of the row that must leave before this one, or its own. MariaDB has no index for route IN (own.route, '').

@@ -256,7 +256,7 @@ class OutboxStore:
         carried, unreadable = Headers(), None
         try:
             bound = Row(None, row_id)
-            carried = self.columns.headers_back(headers, key_id, bound)
+            carried = self.columns.headers_back(headers, bound)
             payload = self.columns.payload_back(payload, key_id, bound)
         except UnreadableMessage as error:
             payload, unreadable = None, error

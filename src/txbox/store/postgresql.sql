@@ -61,6 +61,9 @@ txbox_inbox
 -- fragment: look
 SELECT
 
+-- fragment: kept_rows
+txbox_inbox WHERE consumer = :consumer::text AND has_payload ORDER BY arrival
+
 -- fragment: skip_locked
 FOR UPDATE SKIP LOCKED
 
@@ -838,7 +841,7 @@ UPDATE txbox_inbox AS own
 INSERT INTO txbox_quarantine AS own (consumer, message_id, hash, status, reason, topic, type, key,
                                      content_type, headers, origin, payload, key_id)
 SELECT consumer, message_id, :hash::bytea, 'replaced', :reason::text, topic, type, key,
-       content_type, headers, origin, payload, key_id
+       content_type, :headers::text, origin, :payload::bytea, :key_id::text
   FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
 ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE
    SET status = CASE WHEN own.status = 'quarantined' THEN own.status ELSE 'replaced' END,

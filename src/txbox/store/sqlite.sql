@@ -62,6 +62,9 @@ txbox_inbox
 -- fragment: look
 SELECT
 
+-- fragment: kept_rows
+txbox_inbox WHERE consumer = :consumer AND has_payload ORDER BY arrival
+
 -- fragment: skip_locked
 
 -- fragment: for_update
@@ -486,7 +489,7 @@ UPDATE txbox_inbox
 INSERT INTO txbox_quarantine (consumer, message_id, hash, status, reason, topic, type, key,
                               content_type, headers, origin, payload, key_id)
 SELECT consumer, message_id, :hash, 'replaced', :reason, topic, type, key,
-       content_type, headers, origin, payload, key_id
+       content_type, :headers, origin, :payload, :key_id
   FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id
 ON CONFLICT (consumer, message_id, hash) DO UPDATE
    SET status = CASE WHEN txbox_quarantine.status = 'quarantined' THEN txbox_quarantine.status ELSE 'replaced' END,

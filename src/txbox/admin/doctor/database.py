@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from txbox.session import Connection, Connections, Session
 from txbox.store import partitions, schema
 from txbox.store.dialect import Dialect
 from txbox.store.dialect import dialect as load_dialect
-from txbox.text import lasting
+from txbox.text import counted, lasting
 
 T = TypeVar("T")
 
@@ -526,6 +527,50 @@ def _named(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
+# -- what a codec encodes ---------------------------------------------------------------------
+
+_KEYS_OF = 1_000
+
+
+async def encrypted(case: Case) -> AsyncIterator[Finding]:
+    """Payloads that the App's codec refuses, as they are plain, or cannot read, as it lacks their key."""
+    codec = case.app.store.columns.codec
+    if codec is None and not says_anything(case.app):
+        return
+    keys: dict[str | None, Counter[str]] = defaultdict(Counter)
+    consumer = ""
+    while rows := await case.rows("explain_consumers", after=consumer, limit=1):
+        consumer = rows[0][0]
+        for key_id, count in await case.rows("doctor_keys", consumer=consumer, limit=_KEYS_OF):
+            keys[key_id]["inbox"] += int(count)
+    for table, key_id, count in await case.rows("doctor_keys_beside", limit=_KEYS_OF):
+        keys[key_id][table] += int(count)
+    if codec is not None and (plain := keys.pop(None, None)):
+        yield Finding(
+            "plain-rows",
+            f"App(codec=…) encrypts, and there are plain payloads: {_rows_of(plain)}.",
+            '`txbox encrypt` encrypts them; until then only App(plain="accept") reads them. If all were encrypted '
+            "before, somebody else has written them.",
+        )
+    known = () if codec is None else getattr(codec, "key_ids", None)
+    for key_id, tables in keys.items():
+        if key_id is not None and known is not None and key_id not in known:
+            have = f"App(codec=…) has {', '.join(known)}" if known else "this App has no codec="
+            yield Finding(
+                "key-missing",
+                f"{_rows_of(tables)} encrypted with the key {key_id}, and {have}.",
+                "Give the codec this key behind the others; then `txbox encrypt` makes it superfluous.",
+            )
+
+
+def _rows_of(tables: Counter[str]) -> str:
+    """Up to the limit of each look: at least so many."""
+    return ", ".join(
+        f"{'at least ' if count >= _KEYS_OF else ''}{counted(count, 'row')} of txbox_{table}"
+        for table, count in sorted(tables.items())
+    )
+
+
 # -- what keeps the tables small --------------------------------------------------------------
 
 _PRUNED_WITHIN_S = 86_400.0
@@ -562,6 +607,7 @@ _OF_TABLES: tuple[Check, ...] = (
     ("who may create in the schema", "schema_creators", creators),
     ("dead rows and autovacuum", "doctor_storage", storage),
     ("partitions", "partitions", partitioned),
+    ("what is encrypted", None, encrypted),
     *((what, None, part) for what, part in findings.PARTS.items()),
     ("pruning", None, pruning),
 )

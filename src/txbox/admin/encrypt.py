@@ -1,0 +1,275 @@
+"""Encodes anew, under the current key of an App's codec, what is stored plain or under an older key."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple, Unpack
+
+from txbox.admin.changes import Changes, How, Key, again, audit_of, transaction
+from txbox.admin.reader import Audit
+from txbox.admin.tables import Filter, InboxFilter, OutboxFilter, QuarantineFilter
+from txbox.errors import ConfigurationError, UnreadableMessage, UnusableMessage
+from txbox.session import Session
+from txbox.store.codec import Row, Texts
+from txbox.store.inbox import InboxStore
+
+_PAGE = 1_000
+# a batch ends at the first of these, so that its locks are short whatever the rows and the codec are
+_ROWS, _BYTES, _LONGEST_S = 100, 4 * 1024 * 1024, 0.25
+_PATIENCE, _AGAIN_S = timedelta(seconds=30), 0.25
+_REASONS = 10
+
+
+class _Kind(NamedTuple):
+    """A table with encoded texts.
+
+    Attributes:
+        key: parameters that name a row; they are the first columns of a stretch, too.
+        start: before the first row.
+        leased: the query that says which rows there are, of a table whose rows may be leased.
+    """
+
+    name: str
+    key: tuple[str, ...]
+    start: Key
+    where: Filter[Any, Any]
+    action: str
+    leased: str | None = None
+
+    def row(self, key: Key) -> Row:
+        """What the texts of a row are bound to."""
+        named = dict(zip(self.key, key, strict=True))
+        hashed = named.get("hash")
+        return Row(
+            named.get("consumer"), named["message_id"], None if hashed is None else bytes(hashed)
+        )
+
+
+_KINDS = (
+    _Kind("inbox", ("consumer", "message_id"), ("", ""), InboxFilter(), "encrypt", "explain_inbox"),
+    # as later ones are written under the current key, a row's attempts are behind it
+    _Kind("attempt", ("number", "consumer", "message_id"), (-1, "", ""), InboxFilter(), "encrypt attempts"),
+    _Kind("quarantine", ("consumer", "message_id", "hash"), ("", "", b""), QuarantineFilter(), "quarantine encrypt"),
+    _Kind("outbox", ("message_id",), ("",), OutboxFilter(), "outbox encrypt", "explain_outbox"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncryptedTable:
+    """What became of the rows of one table.
+
+    Attributes:
+        count: encoded anew; in a dry run those that would be.
+        plain: how many of those had a plain text.
+        leased: left, because a worker or a relay had leased them all the time.
+        unreadable: left, because the codec cannot read them, or lacks their key.
+    """
+
+    table: str
+    count: int
+    plain: int
+    leased: int
+    unreadable: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encrypted:
+    """What an encryption did, or in a dry run would do.
+
+    Attributes:
+        key_id: the key that all texts are under now, but for those that were left.
+        reasons: why rows were unreadable, each once.
+        cancelled: it ended before every row was looked at.
+    """
+
+    dry_run: bool
+    key_id: str
+    tables: tuple[EncryptedTable, ...]
+    reasons: tuple[str, ...] = ()
+    cancelled: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing was left."""
+        return not self.cancelled and not any(of.leased or of.unreadable for of in self.tables)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What became of the first rows of a list: `taken` is how many."""
+
+    taken: int = 0
+    counts: Counter[str] = field(default_factory=Counter[str])
+    leased: list[Key] = field(default_factory=list[Key])
+    reasons: list[str] = field(default_factory=list[str])
+
+
+class Encryption(Changes):
+    """Encodes rows anew."""
+
+    def encrypt(self, *, patience: timedelta = _PATIENCE, **how: Unpack[How]) -> Encrypted:
+        """Encode all texts anew that are plain, or under another key than the first one of App(codec=…).
+
+        Workers may run meanwhile, if all of them have this codec: what others write plain, or under an older key,
+        behind the place that it has got to, is left to the next time. Plain texts are taken as they are.
+
+        Args:
+            patience: how long to wait for rows that a worker or a relay has leased.
+
+        Raises:
+            ConfigurationError: the App has no codec.
+
+        Guarantee: a row's texts and its key change in one commit, with the audit row of the batch, and only if nobody
+            else is at work on the row. After a crash, call it again: what is done is passed over.
+        """
+        key_id = self.store.columns.key_id
+        if key_id is None:
+            raise ConfigurationError(
+                "There is nothing to encode with: give the App its codec, such as App(codec=AesGcm({…}))."
+            )
+        audit, is_cancelled = audit_of(how), how.get("cancelled") or (lambda: False)
+        report, most = how.get("progress"), how.get("most")
+        looked, changed, cancelled = 0, 0, False
+        tables: list[EncryptedTable] = []
+        reasons: dict[str, None] = {}
+        for kind in _KINDS:
+            counts: Counter[str] = Counter()
+            leased: list[Key] = []
+            for page in self._pages(kind):
+                if is_cancelled() or (most is not None and changed >= most):
+                    cancelled = True
+                    break
+                keys = self._behind(page, counts if audit is None else Counter())
+                if audit is not None:
+                    keys = keys if most is None else keys[: most - changed]
+                    done = self._encode(kind, keys, audit)
+                    counts += done.counts
+                    changed += done.counts["count"]
+                    leased += done.leased
+                    reasons |= dict.fromkeys(done.reasons)
+                looked += len(page)
+                if report is not None:
+                    report(looked)
+            until = time.monotonic() + patience.total_seconds()
+            while audit is not None and leased and time.monotonic() < until and not is_cancelled():
+                time.sleep(_AGAIN_S)
+                done = self._encode(kind, leased, audit)
+                counts += done.counts
+                reasons |= dict.fromkeys(done.reasons)
+                leased = self._there(kind, done.leased)
+            self.emit(kind.action, counts["count"], audit)
+            tables.append(
+                EncryptedTable(
+                    table=f"txbox_{kind.name}",
+                    count=counts["count"],
+                    plain=counts["plain"],
+                    leased=len(leased),
+                    unreadable=counts["unreadable"],
+                )
+            )
+        return Encrypted(
+            dry_run=audit is None,
+            key_id=key_id,
+            tables=tuple(tables),
+            reasons=tuple(reasons)[:_REASONS],
+            cancelled=cancelled,
+        )
+
+    def _pages(self, kind: _Kind) -> Iterator[Sequence[Sequence[Any]]]:
+        """The rows of a table in the order of its key, each with its key and the beginnings of its texts."""
+        after, query = kind.start, f"encrypt_{kind.name}"
+        params = {"limit": _PAGE, "length": self.store.columns.prefix_length}
+        while True:
+            if kind.name == "inbox" and after[1] == "":
+                # one consumer after the other: MySQL has no range of the index for both columns
+                found = self.rows("explain_consumers", {"after": after[0], "limit": 1})
+                if not found:
+                    return
+                after = (found[0][0], "")
+            page = self.rows(query, {**params, **dict(zip(kind.key, after, strict=True))})
+            if page:
+                yield page
+            if len(page) == _PAGE:
+                after = tuple(page[-1][: len(kind.key)])
+            elif kind.name == "inbox":
+                after = (after[0], "")
+            else:
+                return
+
+    def _behind(self, page: Sequence[Sequence[Any]], counts: Counter[str]) -> list[Key]:
+        """The keys of the rows that need it."""
+        keys: list[Key] = []
+        for *key, key_id, has_payload, headers, error, result in page:
+            kept = None if result is None else bytes(result)
+            texts = Texts(key_id, b"" if has_payload else None, headers, error, kept)
+            if how := self.store.columns.behind(texts):
+                keys.append(tuple(key))
+                counts.update(("count", "plain") if how == "plain" else ("count",))
+        return keys
+
+    def _encode(self, kind: _Kind, keys: Sequence[Key], audit: Audit) -> _Batch:
+        """Encode rows anew, batch by batch."""
+        total = _Batch()
+        while total.taken < len(keys):
+            rest = keys[total.taken : total.taken + _ROWS]
+            done = self.on_database(again, _batch, self.store, kind, rest, audit)
+            total.taken += done.taken
+            total.counts += done.counts
+            total.leased += done.leased
+            total.reasons += done.reasons
+        return total
+
+    def _there(self, kind: _Kind, keys: Sequence[Key]) -> list[Key]:
+        """Those that are still there, of rows that could not be read."""
+        if kind.leased is None or not keys:
+            return []
+        columns = dict(zip(kind.key, zip(*keys, strict=True), strict=True))
+        found = {tuple(row[: len(kind.key)]) for row in self.rows(kind.leased, rows=columns)}
+        return [key for key in keys if key in found]
+
+
+async def _batch(
+    db: Session, store: InboxStore, kind: _Kind, keys: Sequence[Key], audit: Audit
+) -> _Batch:
+    """Encode the first rows anew in a transaction of its own.
+
+    Guarantee: rows that somebody has leased or locked are left alone, without waiting; texts, key and audit row are one
+        commit.
+    """
+    done, size_bytes, until = _Batch(), 0, time.monotonic() + _LONGEST_S
+    async with transaction(db, commit=True):
+        for key in keys:
+            done.taken += 1
+            named = dict(zip(kind.key, key, strict=True))
+            found = await db.execute(store.dialect.statement(f"encrypt_{kind.name}_row", named))
+            if not found.rows:
+                done.leased.append(key)
+                continue
+            key_id, payload, headers, error, result = found.rows[0]
+            texts = Texts(key_id, _bytes(payload), headers, error, _bytes(result))
+            how = store.columns.behind(texts)
+            if how is None:
+                continue
+            try:
+                anew = store.columns.encoded_anew(texts, kind.row(key))
+            except (UnreadableMessage, UnusableMessage) as failure:
+                done.counts["unreadable"] += 1
+                done.reasons.append(str(failure))
+                continue
+            params = {**named, **anew._asdict()}
+            await db.execute(store.dialect.statement(f"encrypt_{kind.name}_write", params))
+            done.counts.update(("count", "plain") if how == "plain" else ("count",))
+            size_bytes += len(texts.payload or b"") + len(texts.result or b"")
+            if size_bytes > _BYTES or time.monotonic() > until:
+                break
+        if count := done.counts["count"]:
+            await db.execute(audit.row(store.dialect, kind.action, kind.where, count))
+    return done
+
+
+def _bytes(value: Any) -> bytes | None:
+    return None if value is None else bytes(value)
