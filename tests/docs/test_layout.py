@@ -14,6 +14,7 @@ BESIDE = (
     "demo",
     "docs",
     "examples",
+    "models",
     "release",
     "scenarios",
     "support",
