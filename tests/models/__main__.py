@@ -33,7 +33,8 @@ def main() -> None:
             print(checked, flush=True)
             if checked.wrong is None:
                 raise SystemExit(f"{model}: nothing notices {defect}")
-            caught.append(f"| `{model}.pml` | `{defect}` | `{checked.wrong.replace('|', '\\|')}` |")
+            noticed = checked.wrong.replace("|", "\\|")
+            caught.append(f"| `{model}.pml` | `{defect}` | `{noticed}` |")
     head = _PAGE.read_text().partition(_MARK)[0]
     _PAGE.write_text(head + _MARK + "\n" + "\n".join([*healthy, "", *caught]) + "\n")
 
