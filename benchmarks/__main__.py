@@ -56,6 +56,8 @@ PHASES: dict[str, tuple[str, str | None]] = {
     "P16": ("Peers", "benchmarks.peers.p16"),
     "P17": ("What the inbox costs", None),
     "P18": ("Import and memory", "benchmarks.p18_footprint"),
+    "P19": ("A handler that stages", None),
+    "P20": ("accept in a loop of one's own", None),
     "P22": ("Types that alternate", None),
     "MARIADB": ("MariaDB", "benchmarks.mariadb"),
     "PROFILE": ("Where a message's microseconds go", "benchmarks.profile"),

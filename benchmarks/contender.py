@@ -82,7 +82,7 @@ class Txbox:
             self._processed = Processed(work, watch, source)
         failure = self._consume(source, watch)
         with self.place.connect() as admin:
-            verified = verify(admin, work, inbox_off_by(admin, work))
+            verified = verify(admin, work, self.off_by(admin, work))
         if watch.running:
             watch.stop()
             failure = failure or "ended before everything was done"
@@ -119,6 +119,10 @@ class Txbox:
         if ended != [0]:
             failure = f"the worker ended with status {ended}: {worker.failure}"
         return failure
+
+    def off_by(self, connection: Tx, work: Work) -> int:
+        """Rows of txbox's own that are not as they should be."""
+        return inbox_off_by(connection, work)
 
     def close(self) -> None:
         self.app.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,9 @@ from txbox.connections import borrow
 from txbox.errors import ConfigurationError, SchemaError, UnusableMessage
 from txbox.inbox import Inbox
 from txbox.outbox import Outbox
+from txbox.session import run
+from txbox.store.codec import Arrival, Columns
+from txbox.store.inbox import InboxStore
 
 # -- callers: what is passed as tx, its commit and its rollback ----------------------------------
 
@@ -189,6 +192,57 @@ def test_accept_leaves_the_callers_transaction_to_the_caller(
         with pytest.raises(ConfigurationError, match="NUL"):
             inbox.keep_result(tx, other, b"\0")
         rollback()
+
+
+def test_one_message_is_written_as_each_of_many(
+    database_url: str,
+    plain_connection: Callable[[str], AbstractContextManager[Any]],
+    raw: Callable[[str], Raw],
+) -> None:
+    """By `accept`, and with its payload as effects and stored messages are."""
+    messages = [
+        Message(
+            topic="orders", id=f"m{number}", type="paid", key="k", sequence=7, payload=b"{}",
+            headers=[("a", "1")], content_type="x/y", origin={"offset": 1},
+        )
+        for number in range(3)
+    ]  # fmt: skip
+    arrivals = [Arrival(message, str(message.id), b"h" * 32) for message in messages]
+    inbox = Inbox(consumer="accepts")
+    with plain_connection(database_url) as tx:
+        inbox.accept_many(tx, messages[:1])
+        inbox.accept_many(tx, messages[1:])
+        db = borrow(tx)
+        store = InboxStore(db.dialect, Columns())
+        for some in (arrivals[:1], arrivals[1:]):
+            run(db, store.store, "stores", some, token="t", delay_s=3600.0)
+        tx.commit()
+    found = raw(database_url).rows(
+        "SELECT consumer, topic, type, txbox_inbox.key, sequence, status, payload_hash, content_type, headers, origin, "
+        "payload, has_payload, processed_at IS NOT NULL, next_attempt_at > received_at "
+        "FROM txbox_inbox ORDER BY consumer, message_id"
+    )
+    (accepted, *others), (stored, *rest) = found[:3], found[3:]
+    assert others == [accepted] * 2
+    assert None not in accepted[:7]
+    assert rest == [stored] * 2
+    assert None not in stored
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_accepted_is_durable_a_duplicate_too(
+    postgresql_url: str, plain_connection: Callable[[str], AbstractContextManager[Any]], count: int
+) -> None:
+    """A duplicate is acknowledged on the word of a row that may not be on disk yet."""
+    messages = [Message(topic="orders", id=f"m{number}") for number in range(count)]
+    inbox = Inbox(consumer="billing")
+    with plain_connection(postgresql_url) as tx:
+        for fresh in (True, False):
+            tx.execute("SET LOCAL synchronous_commit = off")
+            accepted = inbox.accept_many(tx, messages)
+            assert list(map(bool, accepted)) == [fresh] * count
+            assert tx.execute("SHOW synchronous_commit").fetchone() == ("on",)
+            tx.commit()
 
 
 @pytest.mark.parametrize(("product", "caller"), ASYNC, ids=_ids(ASYNC))

@@ -21,6 +21,18 @@ Look = Callable[[str], Raw]
 STAGED = "SELECT id, topic, content_type, headers, payload FROM txbox_outbox ORDER BY number"
 
 
+class Reversing:
+    """A codec, so that a row has the name of its key."""
+
+    key_id = "k1"
+
+    def encode(self, data: bytes) -> bytes:
+        return data[::-1]
+
+    def decode(self, data: bytes, key_id: str) -> bytes:
+        return data[::-1]
+
+
 def text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
@@ -59,6 +71,26 @@ def test_many_are_staged_in_their_order(
         "SELECT count(*) FROM txbox_outbox WHERE available_at > staged_at"
     )
     assert late == 49
+
+
+def test_one_message_is_written_as_each_of_many(
+    database_url: str, plain_connection: Connect, raw: Look
+) -> None:
+    outgoing = Outgoing(
+        "invoices", {"order": 1}, type="paid", key="k", headers=[("a", "1")], content_type="x/y",
+        delay=timedelta(hours=1), cause=Message(topic="orders", id="m1", consumer="billing"),
+    )  # fmt: skip
+    outbox = Outbox(codec=Reversing(), route="to-crm")
+    with plain_connection(database_url) as tx:
+        outbox.stage_many(tx, [outgoing])
+        outbox.stage_many(tx, [outgoing, outgoing])
+        tx.commit()
+    one, *many = raw(database_url).rows(
+        "SELECT topic, type, txbox_outbox.key, key_id, content_type, headers, payload, cause_consumer, cause_id, "
+        "route, status, available_at > staged_at FROM txbox_outbox ORDER BY number"
+    )
+    assert many == [one, one]
+    assert None not in one
 
 
 def test_what_a_handler_stages_commits_with_its_message(database_url: str, raw: Look) -> None:

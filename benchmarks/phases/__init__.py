@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.phases import backlog, failures, lanes, latency, stored
+from benchmarks.phases import backlog, calls, failures, lanes, latency, stored
 from benchmarks.setting import Setting
 
 # one line a phase
@@ -21,6 +21,8 @@ PHASES: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "P12": failures.p12,
     "P13": backlog.p13,
     "P17": backlog.p17,
+    "P19": calls.p19,
+    "P20": calls.p20,
     "P22": lanes.p22,
     "SNAPSHOT": stored.snapshot,
 }

@@ -110,12 +110,13 @@ class Effects:
             headers=with_passed_on(Headers(headers), passed_on(found)),
         )
         arrival: Arrival = handler.arrival(message, self._limits)
-        await InboxStore(dialect, self._columns).store(
-            db,
-            handler.consumer,
-            [arrival],
-            token=secrets.token_hex(16),
-            delay_s=delay.total_seconds() if delay else 0.0,
+        await db.send(
+            InboxStore(dialect, self._columns).storing(
+                handler.consumer,
+                [arrival],
+                token=secrets.token_hex(16),
+                delay_s=delay.total_seconds() if delay else 0.0,
+            )
         )
         if self.staged is not None:
             self.staged()

@@ -380,7 +380,7 @@ class Inbox:
                 "A result that is kept must not begin with NUL: write it as JSON."
             )
         store = InboxStore(dialect, self._columns)
-        await db.execute(store.keep_result(self.consumer, accepted.message_id, result))
+        await db.send(store.keep_result(self.consumer, accepted.message_id, result))
 
     async def _result(
         self, db: Transaction, dialect: Dialect, accepted: Acceptance
@@ -392,7 +392,7 @@ class Inbox:
         self, db: Transaction, dialect: Dialect, arrival: Arrival, reason: str
     ) -> None:
         self._columns.encoding = limited_encoding(await session_settings(db, dialect))
-        await db.execute(
+        await db.send(
             InboxStore(dialect, self._columns).quarantine(
                 self.consumer,
                 presentable(arrival.message),

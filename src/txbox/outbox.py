@@ -73,9 +73,9 @@ def passed_on(cause: Message[Any] | None) -> dict[str, HeaderValue]:
     """
     headers: dict[str, HeaderValue] = {}
     if cause is not None:
-        for name in _PASSED_ON:
-            if (value := cause.headers.text(name)) is not None:
-                headers[name] = value
+        if cause.headers:
+            values = zip(_PASSED_ON, cause.headers.texts(*_PASSED_ON), strict=True)
+            headers |= {name: value for name, value in values if value is not None}
         headers["causation-id"] = str(cause.id)
     # looked up, not imported: a program that traces has loaded it already
     tracing: Any = sys.modules.get("opentelemetry.propagate")
@@ -86,6 +86,8 @@ def passed_on(cause: Message[Any] | None) -> dict[str, HeaderValue]:
 
 def with_passed_on(headers: Headers, passed: Mapping[str, HeaderValue]) -> Headers:
     """Add what is passed on, but for the names that are given already."""
+    if not headers:
+        return Headers(passed)
     given = {name.lower() for name in headers.names()}
     return Headers((*headers, *((name, passed[name]) for name in passed if name not in given)))
 
@@ -228,46 +230,47 @@ class Outbox:
         causes = [cause_of(message.cause) for message in messages]
         locks = sorted({_lock(message) for message in messages if message.ordered})
         if locks and dialect.has("stage_lock"):
-            await db.execute(dialect.statement("stage_lock", {}, {"lock": locks}))
+            await db.send(dialect.statement("stage_lock", {}, {"lock": locks}))
         ids = [id_of(*cause) for cause in causes]
-        await db.execute(
+        rows = [self._row(*one) for one in zip(messages, ids, bodies, causes, routes, strict=True)]
+        await db.send(
             dialect.statement(
                 "stage_notify" if self._notify and dialect.has("stage_notify") else "stage",
                 {"key_id": self._columns.key_id},
-                {
-                    "id": ids,
-                    "topic": [message.topic for message in messages],
-                    "type": [message.type for message in messages],
-                    "key": [message.key for message in messages],
-                    "content_type": [kind for _, kind in bodies],
-                    "headers": [
-                        self._columns.headers(
-                            self._headers(message, message_id, cause), Row(None, message_id)
-                        )
-                        for message, message_id, (_, cause) in zip(
-                            messages, ids, causes, strict=True
-                        )
-                    ],
-                    "payload": [
-                        self._columns.payload(payload, Row(None, message_id))
-                        for message_id, (payload, _) in zip(ids, bodies, strict=True)
-                    ],
-                    "cause_consumer": [
-                        handling.consumer if handling else cause.consumer if cause else None
-                        for handling, cause in causes
-                    ],
-                    "cause_id": [None if cause is None else str(cause.id) for _, cause in causes],
-                    "delay_s": [
-                        message.delay.total_seconds() if message.delay else 0.0
-                        for message in messages
-                    ],
-                    "route": routes,
-                },
+                {column: [row[column] for row in rows] for column in rows[0]},
             )
         )
         if self.staged is not None:
             self.staged()
         return ids
+
+    def _row(
+        self,
+        message: Outgoing,
+        message_id: str,
+        body: tuple[bytes, str | None],
+        cause: tuple[Run | None, Message[Any] | None],
+        route: str,
+    ) -> dict[str, Any]:
+        (payload, content_type), (handling, caused_by) = body, cause
+        row = Row(None, message_id)
+        if handling is not None:
+            cause_consumer: str | None = handling.consumer
+        else:
+            cause_consumer = None if caused_by is None else caused_by.consumer
+        return {
+            "id": message_id,
+            "topic": message.topic,
+            "type": message.type,
+            "key": message.key,
+            "content_type": content_type,
+            "headers": self._columns.headers(self._headers(message, message_id, caused_by), row),
+            "payload": self._columns.payload(payload, row),
+            "cause_consumer": cause_consumer,
+            "cause_id": None if caused_by is None else str(caused_by.id),
+            "delay_s": message.delay.total_seconds() if message.delay else 0.0,
+            "route": route,
+        }
 
     def _check(self, messages: Iterable[Outgoing]) -> None:
         for message in messages:
@@ -319,6 +322,8 @@ _ALL = "*"
 LOCAL = "local"
 _UNHANDLED = " (no handler)"
 _NAME_BYTES = 200
+# a program may make up its topics
+_ROUTES_MAX = 1_000
 _CONSUMER_BYTES = 60
 
 
@@ -363,6 +368,9 @@ class Routes:
         self._others: Route | None = None
         self._names: dict[Route, str] = {}
         self._local = (0, LOCAL)
+        # topic and type → route, for as long as no handler or destination is added
+        self._of: dict[tuple[str, str | None], str | None] = {}
+        self._of_handlers = 0
 
     def add(
         self,
@@ -406,9 +414,18 @@ class Routes:
                 raise ConfigurationError(f"Topic {topic!r} has two destinations: name it once.")
         if topics:
             self._named.append(replace(given, topics=topics))
+        self._of.clear()
 
     def of(self, topic: str, kind: str | None) -> str | None:
         """Return the name of the route a message takes; None if it has nowhere to go."""
+        if self._of_handlers != len(self._handlers) or len(self._of) >= _ROUTES_MAX:
+            self._of, self._of_handlers = {}, len(self._handlers)
+        try:
+            return self._of[topic, kind]
+        except KeyError:
+            return self._of.setdefault((topic, kind), self._route_of(topic, kind))
+
+    def _route_of(self, topic: str, kind: str | None) -> str | None:
         published = self._published(topic)
         if published is not None and published.destination is not None:
             return self._name(published)

@@ -134,6 +134,9 @@ class Transaction(Protocol):
     """Where statements are executed: the caller's transaction, or that of a `Session`."""
 
     async def execute(self, statement: Statement) -> Result: ...
+    async def send(self, statement: Statement) -> None:
+        """Run a statement whose result nobody reads; it may fail later, at the latest with its transaction."""
+        ...
 
 
 class Connection(ABC):
@@ -431,6 +434,10 @@ class Session:
             self._waits.pop(self, None)
         at(f"after:{statement.name}")
         return result
+
+    async def send(self, statement: Statement) -> None:
+        """See `Transaction.send`."""
+        await self.execute(statement)
 
     async def commit(self, statements: Statements = ()) -> list[Result]:
         """Run statements and COMMIT unless one fails, in one round trip if the driver can.

@@ -22,7 +22,8 @@ from tests.support.databases import Raw
 from tests.support.proxy import Cut, Proxy
 from tests.support.shop import CONSUMER, TOPIC, effects, paid, the_row
 from tests.support.waiting import eventually
-from txbox import App, Lease, Message, Outcome
+from txbox import App, Lease, Message, Outcome, Outgoing
+from txbox.brokers.local import Local
 from txbox.events import Event, TransactionRetried
 from txbox.handlers import Handler
 from txbox.session import drive, drive_async
@@ -161,10 +162,20 @@ WAYS = (
 
 
 @pytest.fixture(params=WAYS)
-def bench(request: pytest.FixtureRequest, postgresql_url: str) -> Iterator[Bench]:
-    made = Bench(postgresql_url, request.param)
-    yield made
-    made.close()
+def bench_of(request: pytest.FixtureRequest, postgresql_url: str) -> Iterator[Callable[..., Bench]]:
+    with contextlib.ExitStack() as made:
+
+        def make(**options: Any) -> Bench:
+            bench = Bench(postgresql_url, request.param, **options)
+            made.callback(bench.close)
+            return bench
+
+        yield make
+
+
+@pytest.fixture
+def bench(bench_of: Callable[..., Bench]) -> Bench:
+    return bench_of()
 
 
 def test_what_is_only_written_is_written_once(bench: Bench) -> None:
@@ -527,6 +538,85 @@ def test_the_server_never_waits_until_its_answers_are_read(bench: Bench) -> None
         eventually(lambda: bench.others() == ["idle in transaction"], "all is answered")
 
     assert bench.take(bench.handler(writes), ["a"]) == [Outcome.PROCESSED]
+
+
+def test_what_is_staged_is_put_off_too(postgresql_url: str, bench_of: Callable[..., Bench]) -> None:
+    """Messages, ordered ones among them, an effect and a kept result: nobody reads the result of these statements."""
+    bench = bench_of(notify=True)
+    outbox, effects_of = bench.app.outbox, bench.app.effects
+    bench.app.publish(Local(), topics=["invoices"])
+    bench.app.effect("mail")(lambda message: None)
+
+    def writes(message: Message[Any], tx: Any) -> Iterator[Any]:
+        yield tx.execute(INSERT, (message.id,))
+        many = [Outgoing("invoices", b"2", key="k", ordered=True), Outgoing("invoices", b"3")]
+        if bench.is_async:
+            yield outbox.stage_async(tx, "invoices", b"1", delay=timedelta(0))
+            yield outbox.stage_many_async(tx, many)
+            yield effects_of.stage_async(tx, "mail", {"to": str(message.id)})
+        else:
+            outbox.stage(tx, "invoices", b"1", delay=timedelta(0))
+            outbox.stage_many(tx, many)
+            effects_of.stage(tx, "mail", {"to": str(message.id)})
+        yield tx.execute(SECOND, (f"{message.id}-second",))
+        if bench.puts_off:
+            assert tx.pgconn.pipeline_status, "something waited for an answer"
+
+    handler = bench.handler(writes)
+    listening = psycopg.connect(postgresql_url, autocommit=True)
+    listening.execute("LISTEN txbox_outbox")
+    for _ in range(3):  # with statements that are prepared already, too
+        assert bench.take(handler) in ([Outcome.PROCESSED] * 5, [Outcome.DUPLICATE] * 5)
+    assert list(listening.notifies(timeout=10.0, stop_after=1)), "no relay was woken"
+    listening.close()
+    staged = bench.raw.rows("SELECT cause_id, payload FROM txbox_outbox ORDER BY number")
+    assert staged == [(message_id, body) for message_id in IDS for body in (b"1", b"2", b"3")]
+    assert (
+        bench.effects() == bench.effects([f"{message_id}-second" for message_id in IDS]) == [1] * 5
+    )
+    (mails,) = bench.raw.rows(
+        "SELECT count(*), count(DISTINCT payload) FROM txbox_inbox WHERE status = 'pending'"
+    )
+    assert mails == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "frequent"),
+    [(IDS, False), (IDS, True), (["m2"], False)],
+    ids=["rare", "frequent", "alone"],
+)
+def test_a_stage_that_fails_later_is_its_own_messages_failure(
+    bench: Bench, ids: list[str], frequent: bool
+) -> None:
+    bench.raw.execute("ALTER TABLE txbox_outbox ADD CONSTRAINT kind CHECK (type <> 'refused')")
+    bench.app.publish(Local(), topics=["invoices"])
+
+    def writes(message: Message[Any], tx: Any) -> Iterator[Any]:
+        yield tx.execute(INSERT, (message.id,))
+        kind = "refused" if message.id == "m2" else "paid"
+        if bench.is_async:
+            yield bench.app.outbox.stage_async(tx, "invoices", {}, type=kind)
+        else:
+            bench.app.outbox.stage(tx, "invoices", {}, type=kind)
+
+    handler = bench.handler(writes)
+    if frequent:
+        bench.frequent_failures(handler)
+    assert bench.take(handler, ids) == [
+        Outcome.FAILED if message_id == "m2" else Outcome.PROCESSED for message_id in ids
+    ]
+    assert bench.effects(ids) == [0 if message_id == "m2" else 1 for message_id in ids]
+    row = the_row(bench.raw, "m2")
+    assert row.attempts == 1
+    assert row.error is not None
+    assert "23514" in row.error, "the server's own refusal"
+    causes = [
+        cause for (cause,) in bench.raw.rows("SELECT cause_id FROM txbox_outbox ORDER BY number")
+    ]
+    assert causes == [message_id for message_id in ids if message_id != "m2"]
+    # and the statement is prepared again
+    assert bench.take(handler, ["n0", "n1"]) == [Outcome.PROCESSED] * 2
+    assert not [event for event in bench.events if isinstance(event, TransactionRetried)]
 
 
 @pytest.mark.parametrize("frequent", [False, True], ids=["together", "apart"])

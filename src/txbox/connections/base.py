@@ -181,8 +181,21 @@ class Executor(ABC):
         at(f"after:{statement.name}")
         return result
 
+    async def send(self, statement: Statement) -> None:
+        """`execute` for a statement whose result nobody reads.
+
+        While the statements of a handler are deferred, so is this one, and fails as they do: at the next one that
+        waits, or with the transaction.
+        """
+        at(f"before:{statement.name}")
+        await self._send(statement)
+        at(f"after:{statement.name}")
+
     @abstractmethod
     async def _execute(self, statement: Statement) -> Result: ...
+
+    async def _send(self, statement: Statement) -> None:
+        await self._execute(statement)
 
 
 class ConnectionSource:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from os import urandom
 from typing import Any, NamedTuple, TypeVar
@@ -307,23 +307,7 @@ class Pipeline:
             if plan is None:
                 plan = self._parse(pgconn, statement, sent.parsed)
             name, names = plan
-            params = statement.params
-            # in hexadecimal, a payload would double in size
-            formats = (
-                [_BINARY if params[each].__class__ is bytes else _TEXT_FORMAT for each in names]
-                if "payload" in params or "rows.payload" in params
-                else None
-            )
-            values = [
-                value
-                if value is None
-                else value.encode()
-                if value.__class__ is str
-                else value
-                if formats is not None and value.__class__ is bytes
-                else _dump(value)
-                for value in map(params.__getitem__, names)
-            ]
+            values, formats = _written(statement.params, names)
             # binary results do not depend on DateStyle, bytea_output, extra_float_digits or a time zone
             if name is not None:
                 pgconn.send_query_prepared(name, values, formats, _BINARY)
@@ -408,6 +392,29 @@ class Pipeline:
             found.definite = refused_commit(found)
         found.__cause__ = error
         return found
+
+
+def _written(
+    params: Mapping[str, Any], names: Sequence[str]
+) -> tuple[list[bytes | None], list[pq.Format] | None]:
+    """Write the parameters of a statement of txbox's, in order; its text says what types they have."""
+    # in hexadecimal, a payload would double in size
+    formats = (
+        [_BINARY if params[each].__class__ is bytes else _TEXT_FORMAT for each in names]
+        if "payload" in params or "rows.payload" in params
+        else None
+    )
+    values = [
+        value
+        if value is None
+        else value.encode()
+        if value.__class__ is str
+        else value
+        if formats is not None and value.__class__ is bytes
+        else _dump(value)
+        for value in map(params.__getitem__, names)
+    ]
+    return values, formats
 
 
 def _without_parses(
@@ -724,11 +731,13 @@ class Plans:
     def __init__(self, prepare: bool) -> None:
         self.prepare = prepare
         self._known: dict[str, Plan | None] = {}
+        self._ours: dict[str, tuple[Plan, tuple[str, ...]]] = {}
         self._named = 0
 
     def forget(self) -> None:
         """Forget all plans: the server has deallocated every prepared statement."""
         self._known.clear()
+        self._ours.clear()
 
     def find(self, query: str) -> Plan | None:
         """Return the plan of a query with `%s` placeholders; None for those left to psycopg."""
@@ -745,6 +754,14 @@ class Plans:
         strange = not _DEFERRABLE.match(query) or any(each not in ("s", "%") for each in found)
         plan = self._known[query] = None if strange else Plan(sql.encode(), found.count("s"))
         return plan
+
+    def of_ours(self, statement: Statement) -> tuple[Plan, tuple[str, ...]]:
+        """Return the plan of a statement of txbox's, and its parameters in order."""
+        known = self._ours.get(statement.sql)
+        if known is None:
+            sql, names = native(statement.sql, "numeric")
+            known = self._ours[statement.sql] = Plan(sql.encode(), len(names)), names
+        return known
 
     def new_name(self) -> bytes:
         self._named += 1
@@ -783,16 +800,34 @@ class Queue:
 
     def put(self, query: Any, params: Any) -> bool:
         """Send a handler's statement; False leaves it to psycopg."""
-        pgconn, plans = self._pgconn, self._plans
         kind: type[Any] = params.__class__
         if query.__class__ is not str or (kind is not tuple and kind is not list):
             return False
         if query not in self._quiet:
             self._told(query)
-        plan = plans.find(query)
+        plan = self._plans.find(query)
         if plan is None or len(params) != len(plan.formats) or not self._may_send():
             return False
-        values, types, formats = self._dumped(params, plan)
+        self._send(plan, *self._dumped(params, plan))
+        return True
+
+    def send(self, statement: Statement) -> bool:
+        """Send a statement of txbox's whose result nobody reads; False if there is no transaction to send it in."""
+        if not self._may_send():
+            return False
+        plan, names = self._plans.of_ours(statement)
+        values, formats = _written(statement.params, names)
+        self._send(plan, values, (), formats)
+        return True
+
+    def _send(
+        self,
+        plan: Plan,
+        values: Sequence[Any],
+        types: tuple[int, ...],
+        formats: Sequence[pq.Format] | None,
+    ) -> None:
+        pgconn, plans = self._pgconn, self._plans
         size = len(values) * _VALUE_BYTES + len(b"".join(filter(None, values)))
         if plans.prepare:
             name = plan.names.get(types)
@@ -803,12 +838,11 @@ class Queue:
                 self._count(len(plan.sql))
             pgconn.send_query_prepared(name, values, formats)
         else:
-            pgconn.send_query_params(plan.sql, values, types, formats)
+            pgconn.send_query_params(plan.sql, values, types or None, formats)
             size += len(plan.sql)
         self._count(size)
         if self._unsynced_bytes >= _SYNC_BYTES:
             self._sync()
-        return True
 
     def _dumped(
         self, params: Any, plan: Plan
@@ -921,6 +955,14 @@ class _Deferring:
                 return self._queue.unread
         return psycopg.Connection.execute(self._connection, query, params, **options)
 
+    def send(self, statement: Statement) -> bool:
+        """See `Queue.send`."""
+        with self._connection.lock:
+            sent = self._queue.send(statement)
+            if self._queue.stuck:
+                self._drain()
+        return sent
+
     def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
         if self._queue.entered:
             try:
@@ -949,6 +991,13 @@ class _DeferringAsync:
                 await self._drain()
             return self._queue.unread
         return await psycopg.AsyncConnection.execute(self._connection, query, params, **options)
+
+    async def send(self, statement: Statement) -> bool:
+        """See `Queue.send`."""
+        sent = self._queue.send(statement)
+        if self._queue.stuck:
+            await self._drain()
+        return sent
 
     async def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
         if self._queue.entered:
@@ -983,6 +1032,12 @@ def defer(connection: Any, queue: Queue) -> bool:
     through = _DeferringAsync(connection, queue) if is_async else _Deferring(connection, queue)
     connection.execute, connection.wait = through.execute, through.wait
     return True
+
+
+def deferring_of(connection: Any) -> Any:
+    """Return what defers a connection's statements; None if nothing does."""
+    through = getattr(connection.__dict__.get("execute"), "__self__", None)
+    return through if isinstance(through, (_Deferring, _DeferringAsync)) else None
 
 
 def stop_deferring(connection: Any, queue: Queue) -> None:

@@ -48,6 +48,7 @@ from txbox.connections.libpq import (
     Watched,
     close_idle,
     defer,
+    deferring_of,
     nothing,
     plain_cursor,
     reset,
@@ -538,6 +539,18 @@ class Borrowed(Executor):
                 return Result((), cursor.rowcount)
             fetched = cursor.fetchall()
             return Result(await fetched if self.is_async else fetched, cursor.rowcount)
+        except psycopg.Error as error:
+            raise translated_or_lost(error, self.dialect) from error
+
+    async def _send(self, statement: Statement) -> None:
+        deferring = deferring_of(self._tx)
+        if deferring is None:
+            await self._execute(statement)
+            return
+        try:
+            deferred = deferring.send(statement)
+            if not (await deferred if self.is_async else deferred):
+                await self._execute(statement)
         except psycopg.Error as error:
             raise translated_or_lost(error, self.dialect) from error
 

@@ -161,9 +161,7 @@ def as_json(value: object, *, sort_keys: bool = False) -> bytes:
         TypeError: it contains anything else.
         ValueError: it contains a number JSON cannot express (NaN, infinity).
     """
-    return json.dumps(
-        value, separators=(",", ":"), default=_plain, allow_nan=False, sort_keys=sort_keys
-    ).encode()
+    return (_sorted if sort_keys else _encoder).encode(value).encode()
 
 
 def _plain(value: object) -> object:
@@ -196,3 +194,10 @@ def _modelled(value: Any) -> object:
         f"This {type(value).__module__}.{type(value).__qualname__} cannot be written as JSON: stage bytes, JSON's own "
         "types, datetimes, UUIDs, Decimals, enums, dataclasses, pydantic models or msgspec structs."
     )
+
+
+# made once: json.dumps makes one for every call
+_encoder, _sorted = (
+    json.JSONEncoder(separators=(",", ":"), default=_plain, allow_nan=False, sort_keys=sort_keys)
+    for sort_keys in (False, True)
+)

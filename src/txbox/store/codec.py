@@ -113,14 +113,16 @@ class Leased:
     number: int
 
 
+# made once: json.dumps makes one for every call
+_headers_out = json.JSONEncoder(separators=(",", ":")).encode
+
+
 def encode_headers(headers: Headers) -> str | None:
     """Write headers as ASCII JSON, without credentials; values that are bytes are encoded as base64."""
     headers = without_credentials(headers)
     if not headers:
         return None
-    return json.dumps(
-        [[name, _header_out(value)] for name, value in headers], separators=(",", ":")
-    )
+    return _headers_out([[name, _header_out(value)] for name, value in headers])
 
 
 def _header_out(value: HeaderValue) -> object:

@@ -889,7 +889,8 @@ SELECT [text own.message_id], own.sequence, own.last, [text head.message_id], he
 
 -- ---- outbox.py ------------------------------------------------------------------------------------------------------
 
--- nothing: stage_notify
+-- nothing: stage_notify stage_single stage_notify_single accept_single store_single
+-- One row travels as its values wherever a statement repeats its text for each.
 
 -- name: relay_page
 -- What may be due on one route, or was staged without one, oldest first, from where the last look ended. Takes no

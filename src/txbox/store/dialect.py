@@ -70,14 +70,19 @@ class Dialect:
         """Build a statement.
 
         Args:
-            name: of the query; also the statement's crash point.
+            name: of the query; also the statement's crash point, whichever form it takes.
             params: may contain more than the query uses.
-            rows: columns of equal length, one element per row.
+            rows: columns of equal length, one element per row. A single row takes the query's `_single` form, if
+                there is one: values cost client and server less than arrays of one.
         """
         sql = self.queries[name]
         bound: dict[str, Any] = dict(params or ())
         if rows is not None:
             if self.arrays:
+                single = self.queries.get(f"{name}_single")
+                if single and len(next(iter(rows.values()))) == 1:
+                    bound |= {column: values[0] for column, values in rows.items()}
+                    return Statement(name, single, bound)
                 for column, values in rows.items():
                     bound[f"rows.{column}"] = list(values)
             else:

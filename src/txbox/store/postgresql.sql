@@ -323,17 +323,29 @@ SELECT found.*
         WHERE consumer = :consumer::text AND message_id = wanted.message_id
         LIMIT 1) AS found
 
+-- fragment: closed_guard
+-- An open guard (this call is inside a handler run by txbox) is left alone; that handler's own close decides.
+CASE WHEN coalesce(current_setting('txbox.token', true), '') = ''
+       OR current_setting('txbox.token', true) = current_setting('txbox.closed', true)
+     THEN set_config('txbox.closed', set_config('txbox.token', :token::text, true), true) END
+
 -- name: accept
--- Claims and closes at once, in the caller's transaction. An open guard (this call is inside a handler run by
--- txbox) is left alone; that handler's own close decides.
+-- Claims and closes at once, in the caller's transaction.
 WITH guard AS MATERIALIZED (
-    SELECT CASE WHEN coalesce(current_setting('txbox.token', true), '') = ''
-                  OR current_setting('txbox.token', true) = current_setting('txbox.closed', true)
-                THEN set_config('txbox.closed', set_config('txbox.token', :token::text, true), true) END AS token,
+    SELECT [closed_guard] AS token,
            -- no duplicate may be acknowledged on the word of a row that is visible but not yet durable
            [flushed]
 )
 [claimed guard]
+
+-- name: accept_single
+-- As claim_single: the guard is closed and the commit made durable while the row is computed, for duplicates too.
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, processed_at, payload_hash)
+VALUES (:consumer::text, :message_id::text,
+        CASE WHEN coalesce([closed_guard], '') || coalesce([flushed], '') IS NOT NULL THEN 'processed' END,
+        :topic::text, :type::text, :key::text, :sequence::bigint, now(), :payload_hash::bytea)
+[unless_there]
+RETURNING message_id
 
 -- name: savepoint
 SAVEPOINT txbox_accept
@@ -344,15 +356,26 @@ RELEASE SAVEPOINT txbox_accept
 -- name: rollback_to_savepoint
 ROLLBACK TO SAVEPOINT txbox_accept
 
--- name: store
--- One row with payload and key; the second of two writers changes nothing.
+-- fragment: stored
 INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, payload_hash, next_attempt_at,
                          content_type, headers, origin, payload, has_payload, key_id)
+
+-- name: store
+-- One row with payload and key; the second of two writers changes nothing.
+[stored]
 SELECT :consumer::text, m.message_id, 'pending', m.topic, m.type, m.key, m.sequence, m.payload_hash,
        now() + make_interval(secs => :delay_s::double precision),
        m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
   FROM [messages]
  WHERE :token::text IS NOT NULL
+[unless_there]
+RETURNING message_id
+
+-- name: store_single
+[stored]
+VALUES (:consumer::text, :message_id::text, 'pending', :topic::text, :type::text, :key::text, :sequence::bigint,
+        :payload_hash::bytea, now() + make_interval(secs => :delay_s::double precision),
+        :content_type::text, :headers::text, :origin::text, :payload::bytea, true, :key_id::text)
 [unless_there]
 RETURNING message_id
 
@@ -1014,11 +1037,14 @@ SELECT own.pid, act.usename::text, act.application_name, act.state,
 
 -- ---- outbox.py ------------------------------------------------------------------------------------------------------
 
--- fragment: staging
--- Many messages in one statement, in the caller's transaction; `number` is the order of insertion.
+-- fragment: staged
 -- A repeated run with the same cause stages the same ids, and changes nothing.
 INSERT INTO txbox_outbox (id, topic, type, key, content_type, headers, payload, key_id, cause_consumer, cause_id,
                           available_at, route)
+
+-- fragment: staging
+-- Many messages in one statement, in the caller's transaction; `number` is the order of insertion.
+[staged]
 SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_id::text, m.cause_consumer,
        m.cause_id, now() + make_interval(secs => m.delay_s), m.route
   FROM unnest(:rows.id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
@@ -1030,13 +1056,29 @@ SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_
  ORDER BY m.position
 ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING
 
+-- fragment: staging_single
+[staged]
+VALUES (:id::text, :topic::text, :type::text, :key::text, :content_type::text, :headers::text, :payload::bytea,
+        :key_id::text, :cause_consumer::text, :cause_id::text,
+        now() + make_interval(secs => :delay_s::double precision), :route::text)
+ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING
+
+-- fragment: notifying insert
+-- Plus a notification at commit for relays that listen; one round trip.
+WITH staged AS ([insert])
+SELECT pg_notify('txbox_outbox', '')
+
 -- name: stage
 [staging]
 
+-- name: stage_single
+[staging_single]
+
 -- name: stage_notify
--- Plus a notification at commit for relays that listen; one round trip.
-WITH staged AS ([staging])
-SELECT pg_notify('txbox_outbox', '')
+[notifying [staging]]
+
+-- name: stage_notify_single
+[notifying [staging_single]]
 
 -- name: stage_lock
 -- Nobody else can stage in order under these keys until the caller's transaction ends, so numbers are committed in
