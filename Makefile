@@ -10,7 +10,7 @@ PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
 # Containers like to set it. Then every process of the suite, and it starts thousands, compiles all it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help dev demo check format test test-brokers test-slow test-clusters test-matrix test-ui crash crash-brokers models bench bench-peers bench-soak docs test-docs dist servers servers-down clean
+.PHONY: help dev demo check format test test-brokers test-slow test-clusters test-matrix test-ui crash crash-brokers chaos models bench bench-peers bench-soak docs test-docs dist servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -63,6 +63,9 @@ crash-brokers: dev ## The same with every broker: half an hour; writes docs/reli
 
 models: dev ## Check the models of the protocol in every order of their steps; writes docs/reliability/models.md
 	@$(PY) -m tests.models
+
+chaos: dev ## Everything goes wrong at once, for MINUTES, by SEED, on each DATABASE=a,b and BROKER=a,b (ARGS=--write-page)
+	@$(PY) -m tests.chaos --minutes $(or $(MINUTES),1) $(if $(SEED),--seed $(SEED)) $(if $(DATABASE),--databases $(DATABASE)) $(if $(BROKER),--brokers $(BROKER)) $(ARGS)
 
 bench: dev ## Measure every bar beside a naive loop and the limit; writes docs/performance.md (ARGS=--help)
 	@$(PY) -m tests.support.servers run --durable -- $(PY) -m benchmarks $(ARGS)

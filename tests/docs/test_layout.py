@@ -10,6 +10,7 @@ SOURCE, TESTS = ROOT / "src/txbox", ROOT / "tests"
 #: What is tested as a whole, or is about no module: see CONTRIBUTING.
 BESIDE = (
     "benchmarks",
+    "chaos",
     "crash",
     "demo",
     "docs",

@@ -6,6 +6,7 @@ import contextlib
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Literal, Self
@@ -32,7 +33,8 @@ class Proxy:
     "before": the COMMIT never reaches the server. "after": the server has answered it, the client
     never hears. Each cut is one; afterwards everything passes again. `hang()` is a server that accepts
     connections and says nothing, until `go_on()`; `refuse()` ends all connections, and takes no new ones. `lose()` is a
-    network that drops what the connections made so far send, without an end; new ones pass.
+    network that drops what the connections made so far send, without an end; new ones pass. `delay_s` is what
+    each piece of data waits, either way; `lead_to` is for connections that follow.
     """
 
     def __init__(self, url: str) -> None:
@@ -45,6 +47,7 @@ class Proxy:
         self.url = parts._replace(netloc=f"{user}@{host}" if user else host).geturl()
         self.cut: Cut | None = None
         self.cuts = 0
+        self.delay_s = 0.0
         self._refusing = False
         self._lost: set[socket.socket] = set()
         # a connection is either made before all of them end, or it is refused
@@ -90,6 +93,10 @@ class Proxy:
         self._refusing = False
         self._flows.set()
 
+    def lead_to(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._server = (parts.hostname or "127.0.0.1", parts.port or 0)
+
     def _accept(self) -> None:
         while True:
             try:
@@ -100,7 +107,12 @@ class Proxy:
                 if self._refusing:
                     client.close()
                     continue
-                server = socket.create_connection(self._server)
+                try:
+                    server = socket.create_connection(self._server)
+                except OSError:  # its server is away
+                    client.close()
+                    continue
+                self._sockets = [peer for peer in self._sockets if peer.fileno() >= 0]
                 self._sockets += [client, server]
             # set while the connection is about to be cut: the answer is read, and dropped
             deaf = threading.Event()
@@ -127,6 +139,8 @@ class Proxy:
             if not self._flows.is_set():
                 self.hung.set()
             self._flows.wait()
+            if self.delay_s:
+                time.sleep(self.delay_s)
             if not _write(server, data):
                 break
         if not deaf.is_set():
@@ -141,6 +155,8 @@ class Proxy:
             if not greeted:
                 data, greeted = _without_tls(data), True
             self._flows.wait()
+            if self.delay_s:
+                time.sleep(self.delay_s)
             if client in self._lost:
                 continue
             if deaf.is_set() or not _write(client, data):
