@@ -104,7 +104,8 @@ def on_nats(attributes: Attributes, payload: bytes, content_type: str | None) ->
     pairs: Any = [*attributes.items(), *([("content-type", content_type)] if content_type else [])]
     reply = f"$JS.ACK.orders.shop.1.7.7.{STORED_MS}000000.0"
     client: Any = None
-    return nats.delivery_of(Msg(client, "orders", reply, payload, nats.RawHeaders(pairs)), "orders")
+    got = Msg(client, "orders", reply, payload, nats.RawHeaders(pairs))
+    return nats.delivery_of(got, "orders", nats.Consumer("orders"))
 
 
 def on_redis(attributes: Attributes, payload: bytes, content_type: str | None) -> Delivery:

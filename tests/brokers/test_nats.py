@@ -170,6 +170,40 @@ def test_a_deleted_consumer_is_created_again(stream: Stream, closing: Any) -> No
     assert stream.outstanding() == 0
 
 
+@pytest.mark.parametrize("confirm", [True, False])
+@pytest.mark.parametrize("connection", ["stays", "is lost"])
+def test_what_was_delivered_before_a_stream_was_made_again_acknowledges_nothing_after_it(
+    stream: Stream, closing: Any, monkeypatch: pytest.MonkeyPatch, connection: str, confirm: bool
+) -> None:
+    """Acknowledgements name sequences, which are other messages by now."""
+    monkeypatch.setattr(
+        "txbox.brokers.nats._SAME_S", 0.0, raising=False
+    )  # it is made again within a second
+    stream.publish(Note("old 1"), Note("old 2"))
+    source = closing(stream.opened(confirm=confirm))
+    before = received(source, 2)
+    if connection == "is lost":
+        # after the stream's end, nobody hears of it
+        source._call(source._link._client.close())
+    stream.remove()
+    stream.create()
+    stream.publish(Note("new 1"), Note("new 2"))
+    after: list[Delivery] = []
+
+    def enough() -> bool:
+        with suppress(BrokerUnavailable):  # it was lost soon after it was made
+            after.extend(source.receive(100, 0.1))
+        return len(after) == 2
+
+    eventually(enough, "the new messages")
+    assert [message_id(the_message(row)) for row in after] == ["new 1", "new 2"]
+    source.tend(before)
+    source.settle(before)
+    assert stream.outstanding() == 2
+    source.settle(after)
+    eventually(lambda: stream.outstanding() == 0, "their own acknowledgements")
+
+
 @pytest.mark.parametrize(
     "start",
     [{"deliver_policy": "new"}, {"deliver_policy": "by_start_sequence", "opt_start_seq": 2}],

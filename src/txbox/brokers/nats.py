@@ -9,10 +9,10 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -113,7 +113,9 @@ async def connect(
             )  # fmt: skip
         except _TROUBLE as error:
             failure = error
-            await client.close()
+            # before 2.10 the client fails to close what was never connected
+            with suppress(AttributeError):
+                await client.close()
         else:
             connection: Connected = client
             return connection
@@ -134,6 +136,8 @@ _ACK, _NAK, _IN_PROGRESS = b"+ACK", b"-NAK", b"+WPI"
 _MAX_DELIVER_MIN = 20
 _EXPLICIT = (AckPolicy.EXPLICIT, "explicit")
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
+#: A server that was restarted may say that a consumer was created a fraction of a millisecond later (v: 2.9).
+_SAME_S = 1.0
 _REFUSED_OPTIONS = {
     "servers": "pass them as the first argument",
     "allow_reconnect": "the source reconnects by itself, with new subscriptions",
@@ -216,8 +220,9 @@ class Nats(LoopSource["Link"]):
         self._check_limit(checked, "consumer= of Nats")
         self._wanted["ack_wait"] = self._ack_wait_s = ack_wait.total_seconds()
         self._names: dict[str, str] = {}
+        self._consumers: dict[str, Consumer] = {}  # by topic
         self._buffer: deque[Delivery] = deque()
-        self._unsettled: dict[Any, None] = {}  # the acknowledgement subjects of what was handed out
+        self._unsettled: dict[Ack, None] = {}  # of what was handed out
 
     @property
     def name(self) -> str:
@@ -243,6 +248,7 @@ class Nats(LoopSource["Link"]):
         if not topics:
             raise ConfigurationError("Nats was given no topics: name subjects.")
         self._names = self._consumer_names(["*"] if "*" in topics else topics)
+        self._consumers.clear()
         self._buffer.clear()
         self._unsettled.clear()
         self._start()
@@ -304,21 +310,21 @@ class Nats(LoopSource["Link"]):
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
         """Tell the server that what is in flight is in progress; it then waits `ack_wait` again."""
-        if replies := [delivery.tag for delivery in (*deliveries, *self._buffer)]:
-            self._call(self._linked().send(replies, _IN_PROGRESS))
+        if acks := [delivery.tag for delivery in (*deliveries, *self._buffer)]:
+            self._call(self._linked().send(acks, _IN_PROGRESS))
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         # never given back, whatever happens here: if this fails, they come again anyway
         for delivery in deliveries:
             self._unsettled.pop(delivery.tag, None)
-        # acknowledgement subjects outlive the connection they came through
-        link, replies = self._linked(), [delivery.tag for delivery in deliveries]
+        # acknowledgement subjects outlive the connection they came through, but not their consumer
+        link, acks = self._linked(), [delivery.tag for delivery in deliveries]
         if self._confirm_s is None:
-            self._call(link.send(replies, _ACK))
-        elif missing := self._call(link.acknowledge(replies, self._confirm_s), self._confirm_s):
+            self._call(link.send(acks, _ACK))
+        elif missing := self._call(link.acknowledge(acks, self._confirm_s), self._confirm_s):
             kind = BrokerError if link.lost is None else BrokerUnavailable
             raise kind(
-                f"NATS did not confirm {missing} of {len(replies)} acknowledgements: they will come again.",
+                f"NATS did not confirm {missing} of {len(acks)} acknowledgements: they will come again.",
                 failed=missing,
             )
 
@@ -344,7 +350,7 @@ class Nats(LoopSource["Link"]):
             for topic, durable in self._names.items():
                 pull = Pull(await self._stream_of(link, topic), durable, topic)
                 waits_s.append(await self._ensure(link, pull))
-                await link.start(pull)
+                await self._start_pull(link, pull)
             self._ack_wait_s = min(waits_s)
         except BaseException:
             await link.close()
@@ -352,10 +358,36 @@ class Nats(LoopSource["Link"]):
         return link
 
     async def _receive(self, link: Link, messages_max: int, wait_s: float) -> None:
-        for pull in link.pulls:
-            if pull.unanswered and not self._buffer:
+        for pull in list(link.pulls):
+            if pull.consumer.deleted or (pull.unanswered and not self._buffer):
                 await self._ensure(link, pull)
+                if not pull.consumer.is_the_one(pull.stream, await link.created_s(pull)):
+                    # with a new inbox: this consumer must not answer what the other was asked
+                    await link.stop(pull)
+                    await self._start_pull(link, Pull(pull.stream, pull.durable, pull.topic))
         await link.receive(messages_max, wait_s)
+
+    async def _start_pull(self, link: Link, pull: Pull) -> None:
+        """Let the pull bring messages. If its consumer is not the one of before, that one's acknowledgements end."""
+        # before the question: a deletion that the answer does not show is announced
+        await link.watch(pull)
+        created_s, known = await link.created_s(pull), self._consumers.get(pull.topic)
+        if (
+            known is not None
+            and known.is_the_one(pull.stream, created_s)
+            and not pull.consumer.deleted
+        ):
+            pull.consumer = known
+        else:
+            if known is not None:
+                known.deleted = True
+                _log.warning(
+                    "NATS: the consumer %r of stream %r was deleted and made again: what was delivered before is not "
+                    "acknowledged.", pull.durable, pull.stream,
+                )  # fmt: skip
+            pull.consumer.created_s = created_s
+            self._consumers[pull.topic] = pull.consumer
+        await link.start(pull)
 
     async def _stream_of(self, link: Link, topic: str) -> str:
         if self._stream is not None:
@@ -432,6 +464,37 @@ class Nats(LoopSource["Link"]):
 
 
 @dataclass(slots=True, eq=False)
+class Consumer:
+    """A consumer from its creation to its deletion.
+
+    Acknowledgements name it and a sequence. In a stream of its name that is made again, these are other messages, so
+    what it delivered is never acknowledged once it is deleted.
+
+    Source: docs/decisions/0050-acknowledgements-end.md
+    """
+
+    stream: str
+    created_s: float = 0.0
+    deleted: bool = False
+
+    def is_the_one(self, stream: str, created_s: float) -> bool:
+        same = self.stream == stream and abs(created_s - self.created_s) <= _SAME_S
+        return same and not self.deleted
+
+
+@dataclass(slots=True, eq=False)
+class Ack:
+    """The subject that acknowledges a delivery, and the consumer that understands it."""
+
+    reply: str
+    consumer: Consumer
+
+
+def _replies(acks: Iterable[Ack]) -> list[str]:
+    return [ack.reply for ack in acks if not ack.consumer.deleted]
+
+
+@dataclass(slots=True, eq=False)
 class Pull:
     """One durable consumer. A pull request is kept outstanding as long as there is room for its messages.
 
@@ -444,9 +507,13 @@ class Pull:
     durable: str
     topic: str
     inbox: str = ""
-    subscription: Subscription | None = None
+    subscriptions: list[Subscription] = field(default_factory=list[Subscription])
     wanted: int = 0
     until: float = 0.0
+    consumer: Consumer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.consumer = Consumer(self.stream)
 
     @property
     def unanswered(self) -> bool:
@@ -475,20 +542,45 @@ class Link:
     def lose(self, reason: str) -> None:
         self._lost = self._lost or reason
 
+    async def watch(self, pull: Pull) -> None:
+        """Notice the deletion of its consumer, which comes with that of the stream, if the user may subscribe to it."""
+
+        async def deleted(_: Msg) -> None:
+            pull.consumer.deleted = True
+            self._arrived.set()
+
+        subject = f"$JS.EVENT.ADVISORY.CONSUMER.DELETED.{pull.stream}.{pull.durable}"
+        pull.subscriptions.append(await self._client.subscribe(subject, cb=deleted))
+
+    async def created_s(self, pull: Pull) -> float:
+        """Return when the server created the consumer, by its clock; not every version of the client says so."""
+        subject = f"$JS.API.CONSUMER.INFO.{pull.stream}.{pull.durable}"
+        answer = json.loads((await self._client.request(subject, b"", timeout=_CONFIRM_S)).data)
+        if "error" in answer:
+            nats.js.errors.APIError.from_error(answer["error"])
+        return datetime.fromisoformat(answer["created"]).timestamp()
+
     async def start(self, pull: Pull) -> None:
         pull.inbox = self._client.new_inbox()
         # nothing may be dropped here; requests bound what arrives
-        pull.subscription = await self._client.subscribe(
-            pull.inbox, cb=partial(self._got, pull),
-            pending_msgs_limit=-1, pending_bytes_limit=-1,
+        pull.subscriptions.append(
+            await self._client.subscribe(
+                pull.inbox, cb=partial(self._got, pull),
+                pending_msgs_limit=-1, pending_bytes_limit=-1,
+            )
         )  # fmt: skip
         self.pulls.append(pull)
+
+    async def stop(self, pull: Pull) -> None:
+        self.pulls.remove(pull)
+        for subscription in pull.subscriptions:
+            await subscription.unsubscribe()
 
     async def _got(self, pull: Pull, got: Msg) -> None:
         status = (got.headers or {}).get("Status")
         if got.reply.startswith("$JS.ACK."):
             pull.wanted -= 1
-            self._buffer.append(delivery_of(got, pull.topic))
+            self._buffer.append(delivery_of(got, pull.topic, pull.consumer))
         elif status in ("404", "408"):
             pull.until = 0.0  # the request has ended
         elif status not in ("100", None):
@@ -517,10 +609,10 @@ class Link:
         # a second longer than the server takes, in case its end-of-request status is lost
         pull.until = time.monotonic() + _PULL_S + 1.0
 
-    async def acknowledge(self, replies: Sequence[str], confirm_s: float) -> int:
+    async def acknowledge(self, acks: Sequence[Ack], confirm_s: float) -> int:
         """Acknowledge; returns how many acknowledgements were not confirmed."""
         answers = await asyncio.gather(
-            *(self._client.request(reply, _ACK, timeout=confirm_s) for reply in replies),
+            *(self._client.request(reply, _ACK, timeout=confirm_s) for reply in _replies(acks)),
             return_exceptions=True,
         )
         missing = 0
@@ -535,27 +627,27 @@ class Link:
                 raise answer
         return missing
 
-    async def give_back(self, replies: Sequence[str]) -> None:
+    async def give_back(self, acks: Sequence[Ack]) -> None:
         """Stop listening, and return these and the buffer, for immediate delivery to another consumer.
 
         What is on its way comes again after `ack_wait`.
         """
-        for pull in self.pulls:
-            if pull.subscription is not None:
-                await pull.subscription.unsubscribe()
+        pulls = list(self.pulls)
+        for pull in pulls:
+            await self.stop(pull)
         # here, where nothing else adds to the buffer: what arrived until now is returned, too
-        replies = [*replies, *(delivery.tag for delivery in self._buffer)]
-        if not replies:
+        acks = [*acks, *(delivery.tag for delivery in self._buffer)]
+        if not acks:
             return
-        for pull in self.pulls:
+        for pull in pulls:
             # asking for a consumer's info makes the server drop requests without a listener;
             # otherwise it would deliver what is returned into one of those, and lose track of it
             with suppress(nats.js.errors.NotFoundError):
                 await self.js.consumer_info(pull.stream, pull.durable)
-        await self.send(replies, _NAK)
+        await self.send(acks, _NAK)
 
-    async def send(self, replies: Sequence[str], word: bytes) -> None:
-        for reply in replies:
+    async def send(self, acks: Sequence[Ack], word: bytes) -> None:
+        for reply in _replies(acks):
             await self._client.publish(reply, word)
         await self._client.flush(2)
 
@@ -615,8 +707,8 @@ def _facts(
     )
 
 
-def delivery_of(got: Msg, topic: str) -> Delivery:
-    """Turn a JetStream message into a delivery; its tag is the subject that acknowledges it.
+def delivery_of(got: Msg, topic: str, consumer: Consumer) -> Delivery:
+    """Turn a JetStream message of a consumer into a delivery.
 
     Its topic is its subject where that is not what the topic names: the consumer's filter was changed.
     """
@@ -631,7 +723,7 @@ def delivery_of(got: Msg, topic: str) -> Delivery:
         else got.subject,
         got.data,
         headers.pairs if isinstance(headers, RawHeaders) else headers,
-        tag=got.reply,
+        tag=Ack(got.reply, consumer),
         redelivered=at.num_delivered > 1,
         stored_at=clock(stored_ns / 1e9),
         origin={

@@ -10,8 +10,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import nats
+from nats.js.errors import ServerError
 
 from tests.support.brokers.rigs import Note, Rig, Server
+from tests.support.waiting import eventually
 from txbox.brokers.nats import Nats
 
 DURABLE = "shop"
@@ -33,7 +35,14 @@ class NatsRig(Rig):
         return {"ack_wait": timedelta(seconds=1)}
 
     def create(self) -> None:
-        self.do(lambda js: js.add_stream(name=self.stream, subjects=[f"{self.stream}.>"]))
+        def made() -> bool:
+            try:
+                self.do(lambda js: js.add_stream(name=self.stream, subjects=[f"{self.stream}.>"]))
+            except ServerError:
+                return False  # the files of its predecessor are still being deleted
+            return True
+
+        eventually(made, "a new stream")
 
     def remove(self) -> None:
         self.do(lambda js: js.delete_stream(self.stream))
