@@ -22,7 +22,7 @@ from tests.support.sources import Memory
 from tests.support.waiting import eventually
 from tests.support.workers import running, worker
 from txbox import App, Lease, Message, Outgoing, RelayPolicy, RetryPolicy, maintenance
-from txbox.admin import Admin, InboxFilter
+from txbox.admin import Admin, InboxFilter, OutboxFilter, QuarantineFilter, tables
 from txbox.boundaries import Boundary
 from txbox.brokers.base import Delivery
 from txbox.brokers.envelope import KAFKA
@@ -34,8 +34,9 @@ from txbox.maintenance import Job, Report
 from txbox.observers.counters import Counters
 from txbox.processing.intake import Intake
 from txbox.processing.transaction import HandlerTransaction
-from txbox.session import Session
+from txbox.session import Session, drive
 from txbox.store import activity, leases
+from txbox.store.codec import Columns
 from txbox.store.inbox import InboxStore
 from txbox.store.outbox import OutboxStore
 from txbox.worker import pulse, table
@@ -733,10 +734,92 @@ def test_a_row_that_cannot_be_read_is_listed_with_the_others(
             assert shown.message_id == BAD
 
 
+#: What another program may write, or a release that nobody knows: a column of a table, and a value.
+ALTERED = [
+    ("txbox_inbox", "origin", '{"_time": []}'),
+    ("txbox_inbox", "origin", '{"_time": 1e300}'),
+    ("txbox_inbox", "headers", "[["),
+    ("txbox_inbox", "error", "codec:!"),
+    ("txbox_attempt", "error", "codec:!"),
+    ("txbox_outbox", "headers", "5"),
+    ("txbox_quarantine", "headers", '[["n", []]]'),
+    ("txbox_quarantine", "origin", '{"_time": {}}'),
+    ("txbox_audit", "filter", "none"),
+    ("txbox_audit", "filter", "[5]"),
+    ("txbox_worker", "sources", "none"),
+    ("txbox_worker", "routes", '{"r": {"away": [1]}}'),
+]
+RAISING = [(tables, "as_time"), (tables, "decode_origin"), (Columns, "error_back")]
+
+
+@pytest.fixture
+def listed(database_url: str, plain_connection: Any) -> Iterator[Shop]:
+    """A shop with two rows in each list."""
+    with opened(database_url) as shop:
+        shop.handler(lambda _message, _tx: boom(), retry=RetryPolicy(max_attempts=1))
+        shop.app.publish(Recorder(), topics=["t"])
+        for name in ("a", "b"):
+            shop.deliver(paid(name))
+            shop.deliver(paid("", name.encode()))
+        with plain_connection(database_url) as tx:
+            shop.app.outbox.stage_many(tx, [Outgoing("t", "a"), Outgoing("t", "b")])
+            tx.commit()
+        with Admin(shop.app) as admin:
+            for name in ("a", "b"):
+                admin.retry(InboxFilter(consumer=CONSUMER, message_id=name))
+        for number in range(2):
+            identity = activity.Identity(
+                worker=f"w{number}", kind="run", host="h", pid=1, version="1", app="a",
+                consumers=(CONSUMER,), sources={}, routes=(), lanes=1,
+            )  # fmt: skip
+            doing = activity.Doing(state="working", busy=0, leases=0, in_flight=0, troubles=())
+            drive(shop.app._any_sync(), activity.write, shop.app.store.dialect, identity, doing, {})
+        yield shop
+
+
+def lists(shop: Shop) -> list[int]:
+    """Read every list, every message and its explanation; how many rows each list has."""
+    with Admin(shop.app) as admin:
+        inbox, outbox = admin.list(InboxFilter()), admin.list(OutboxFilter())
+        quarantine = admin.list(QuarantineFilter())
+        for row in inbox:
+            where = InboxFilter(consumer=CONSUMER, message_id=row.message_id)
+            assert admin.show(where, reveal=True)
+            assert admin.explain(row.message_id).places
+        for leaving in outbox:
+            assert admin.show(OutboxFilter(message_id=leaving.message_id), reveal=True)
+        for aside in quarantine:
+            assert admin.show(QuarantineFilter(hash=aside.hash), reveal=True)
+        assert admin.failures() or not shop.row("a").error
+        pages: list[Sequence[Any]] = [inbox, outbox, quarantine, admin.audit(), admin.workers()]
+        return [len(page) for page in pages]
+
+
+@pytest.mark.parametrize(("table_name", "column", "value"), ALTERED)
+def test_a_row_that_cannot_be_shown_is_shown_as_such_and_the_others_are_listed(
+    listed: Shop, table_name: str, column: str, value: str
+) -> None:
+    before = lists(listed)
+    assert min(before) == 2
+    assert listed.force(f"UPDATE {table_name} SET {column} = ?", (value,))
+    assert lists(listed) == before
+
+
+@pytest.mark.parametrize(("owner", "name"), RAISING, ids=lambda value: str(value)[:30])
+def test_a_list_outlives_what_raises_for_its_rows(
+    listed: Shop, monkeypatch: Patch, owner: Any, name: str
+) -> None:
+    before = lists(listed)
+    monkeypatch.setattr(owner, name, boom)
+    assert lists(listed) == before
+
+
 # -- the table is complete --------------------------------------------------------------------
 
 ELSEWHERE: dict[Boundary, str] = {
-    Boundary.LOCAL: "test_a_local_delivery_that_raises_ends_no_worker"
+    Boundary.LOCAL: "test_a_local_delivery_that_raises_ends_no_worker",
+    Boundary.ROW: "test_a_row_that_cannot_be_shown_is_shown_as_such_and_the_others_are_listed",
+    Boundary.PAGE: "test_a_page_that_raises_is_a_500_and_ends_no_worker",
 }
 
 
@@ -749,6 +832,7 @@ def test_every_boundary_has_a_row() -> None:
 #: Broad, and no boundary: (file, function) and why.
 NO_BOUNDARY = {
     ("worker/driving.py", "report"): "reports the end of a thread",
+    ("ui/operations.py", "_carry_out"): "raises again",
     ("worker/lanes.py", "_turn"): "reports the end of a turn",
     ("worker/lanes.py", "acquire"): "raises again",
     ("worker/pump.py", "_open"): "reports the end of a pump",
@@ -769,7 +853,9 @@ SAYS = (
     "Boundary.", "boundary", "blamed(", "is_contents(", "ends_worker(", "_observer_failed(", "_contain(",
     "_unsettled(", "_go_on_later(", "_not_leased(", "_raise_if_final(",
 )  # fmt: skip
-WORKERS = ("worker", "processing", "maintenance", "events.py", "effects.py", "outbox.py")
+PARTS = (
+    "worker", "processing", "maintenance", "admin", "ui", "events.py", "effects.py", "outbox.py",
+)  # fmt: skip
 
 
 def test_every_broad_except_of_a_worker_names_its_boundary() -> None:
@@ -777,7 +863,7 @@ def test_every_broad_except_of_a_worker_names_its_boundary() -> None:
     source, unnamed = ROOT / "src/txbox", set[tuple[str, str]]()
     for path in source.rglob("*.py"):
         name = path.relative_to(source)
-        if name.parts[0] not in WORKERS:
+        if name.parts[0] not in PARTS:
             continue
         tree = ast.parse(path.read_text())
         functions = [

@@ -46,6 +46,8 @@ class Boundary(StrEnum):
     POLL = "poll"
     PULSE = "pulse"
     OBSERVER = "observer"  # an observer, a tracer, a redaction rule
+    ROW = "row"  # a stored row becomes what people read
+    PAGE = "page"  # a page or a probe is made
     LOG = "log"  # a handler, filter or formatter of the program's logging
 
 

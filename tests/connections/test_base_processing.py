@@ -11,8 +11,10 @@ from tests.support.databases import Raw
 from txbox import App, Headers, Message, Outcome, Reject, RetryPolicy
 
 
-def app_of(given: Given) -> App:
-    return App(django=given.target) if given.kind.family == "django" else App(given.target)
+def app_of(given: Given, **options: Any) -> App:
+    if given.kind.family == "django":
+        return App(django=given.target, **options)
+    return App(given.target, **options)
 
 
 class Service:

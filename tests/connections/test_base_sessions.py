@@ -289,11 +289,11 @@ def test_mysql_connections_that_change_bytes_are_refused(
     with pytest.raises(ConfigurationError, match=named):
         processed(engine)
     with engine.connect() as raw, pytest.raises(ConfigurationError, match=named):
-        Inbox(consumer="c").accept(raw, "é")
+        Inbox(consumer="c").accept(raw, "😀")
     engine.dispose()
     with configured(mysql_url, OPTIONS=options) as alias:
         with pytest.raises(ConfigurationError, match=named):
-            app_of(None, django=alias).process(message("é"))
+            app_of(None, django=alias).process(message("😀"))
         with transaction.atomic(using=alias), pytest.raises(ConfigurationError, match=named):
             Inbox(consumer="c").accept(connections[alias], "é")
     parts = urlsplit(mysql_url)
@@ -308,8 +308,17 @@ def test_mysql_connections_that_change_bytes_are_refused(
     async def refused() -> None:
         tx = await asyncmy.connect(**login, **options)
         with pytest.raises(ConfigurationError, match=named):
-            await Inbox(consumer="c").accept_async(tx, "é")
+            await Inbox(consumer="c").accept_async(tx, "😀")
         await tx.ensure_closed()
+        engine = sa_async.create_async_engine(
+            engine_url(mysql_url, "asyncmy"), connect_args=options
+        )
+        with pytest.raises(ConfigurationError, match=named):
+            await processed_async(engine)
+        async with engine.connect() as raw:
+            with pytest.raises(ConfigurationError, match=named):
+                await Inbox(consumer="c").accept_async(raw, "😀")
+        await engine.dispose()
 
     if "use_unicode" not in options:  # which asyncmy does not show
         asyncio.run(refused())

@@ -211,7 +211,7 @@ def test_an_outgoing_row_that_cannot_be_read_fails_and_the_others_leave(
 
 ODD_ROWS = {
     "headers": ['[["n",5]]', '[["n",{"b64":"!"}]]', "[[", "5", '{"a": 1}', "[" * 100_000],
-    "origin": ["[[", "5", '{"_time": "never"}', '{"_time": 5}'],
+    "origin": ["[[", "5", '{"_time": "never"}', '{"_time": 5}', '{"_time": []}'],
 }
 
 

@@ -42,7 +42,7 @@ from txbox.outbox import LOCAL
 from txbox.store import partitions
 from txbox.store import schema as schemas
 from txbox.store.activity import Pause, pauses, workers
-from txbox.store.dialect import as_time
+from txbox.store.dialect import FIRST, as_time
 
 # failures that are grouped: of one consumer and status, at least and at most, and of all
 _GROUPED_MIN, _GROUPED_MAX, _GROUPED = 100, 2_000, 3_000
@@ -453,9 +453,8 @@ def _topics(rows: Rows) -> list[TopicStatus]:
 
 def _failures(consumer: str, status: str, row: Sequence[Any], *, more: bool) -> FailureGroup:
     fingerprint, error_type, count, first, last, message_id = row
-    first_at, last_at = as_time(first), as_time(last)
-    assert first_at is not None
-    assert last_at is not None
+    # one that somebody has altered is as old as can be
+    first_at, last_at = as_time(first) or FIRST, as_time(last) or FIRST
     return FailureGroup(
         fingerprint=fingerprint,
         error_type=error_type,
@@ -471,5 +470,7 @@ def _failures(consumer: str, status: str, row: Sequence[Any], *, more: bool) -> 
 def _audited(row: Sequence[Any]) -> Audited:
     values = dict(zip((item.name for item in fields(Audited)), row, strict=True))
     values["recorded_at"] = as_time(values["recorded_at"])
-    values["filter"] = json.loads(values["filter"])
+    text = values["filter"]
+    with tables.shown(values, "filter", {"(cannot be shown)": str(text)}):
+        values["filter"] = dict(json.loads(text))
     return Audited(**values)

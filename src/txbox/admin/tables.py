@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
+from txbox.boundaries import Boundary, log
 from txbox.errors import ConfigurationError, UnreadableMessage, UnusableMessage, check_duration
 from txbox.identity import DIGEST_PREFIX, canonical_id
 from txbox.message import Headers, Message
@@ -505,7 +506,9 @@ def message_of(
         values["headers"] = ((_ENCODED_HEADERS, None),)
         unreadable = unreadable or (str(error) if reveal else None)
     if "origin" in values:
-        values["origin"], values["time"] = decode_origin(values["origin"])
+        values["time"] = None
+        with shown(values, "origin", {}):
+            values["origin"], values["time"] = decode_origin(values["origin"])
     if table is INBOX:
         result = values["result"]
         values["result_bytes"] = None if result is None else len(result)
@@ -627,21 +630,43 @@ def _named(
     values = dict(zip(names, found, strict=True))
     key_id = values.pop("key_id", None)
     for name, value in values.items():
-        if value is None:
-            continue
-        if name.endswith(("_at", "_until")):
-            values[name] = as_time(value)
-        elif name in ("hash", "payload_hash"):
-            values[name] = bytes(value).hex()
-        elif name == "has_payload":
-            values[name] = bool(value)
-        elif name == "error":
-            values[name] = columns.error_back(value, bound or _bound(table, values))
-        elif name == "reason":
-            values[name] = columns.redact.error(value)
-        elif name == "waits_for":
-            values[name] = Waits(message_id=value)
+        if value is not None:
+            with shown(values, name):
+                values[name] = _column(columns, table, name, values, bound)
     return values, key_id
+
+
+def _column(
+    columns: Columns,
+    table: Table,
+    name: str,
+    values: Mapping[str, Any],
+    bound: Row | None,
+) -> Any:
+    value = values[name]
+    if name.endswith(("_at", "_until")):
+        return as_time(value)
+    if name in ("hash", "payload_hash"):
+        return bytes(value).hex()
+    if name == "has_payload":
+        return bool(value)
+    if name == "error":
+        return columns.error_back(value, bound or _bound(table, values))
+    if name == "reason":
+        return columns.redact.error(value)
+    return Waits(message_id=value) if name == "waits_for" else value
+
+
+@contextmanager
+def shown(values: dict[str, Any], name: str, instead: Any = None) -> Iterator[None]:
+    """Decode a column for people: one that cannot be shown says so, or is `instead`, and hides no other row."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # somebody has altered it, or a codec or a rule fails on it
+        raised = type(error).__name__
+        log.warning("A column cannot be shown: %s: %s (boundary: %s)", name, raised, Boundary.ROW)
+        is_text = isinstance(values[name], str) and not name.endswith(("_at", "_until"))
+        values[name] = f"(cannot be shown: {raised})" if is_text and instead is None else instead
 
 
 def _headers(

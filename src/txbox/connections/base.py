@@ -617,6 +617,35 @@ def connection_lost(code: str | None = None, *, definite: bool = True) -> StoreU
     return StoreUnavailable("The database connection was lost.", code=code, definite=definite)
 
 
+# how a connection ends on which a statement was larger than max_allowed_packet, if the answer to that was lost; asyncmy
+# loses count of the packets, and raises an error without a number
+_CUT_OFF = frozenset({None, "2006", "2013", "2055"})
+# no server accepts less, as it is set up for payloads
+_LARGE_BYTES = 256 * 1024
+_ESCAPED = b"\\'\"\0\n\r\x1a"
+MAX_PACKET = Statement("packet", "SELECT @@max_allowed_packet", {})
+
+
+def cut_off_bytes(statement: Statement, error: StoreError) -> int:
+    """How large a statement was on which a connection to MySQL ended, if that may be why; otherwise 0."""
+    if error.code not in _CUT_OFF:
+        return 0
+    values = (value for value in statement.params.values() if isinstance(value, (bytes, str)))
+    size = 0
+    for value in values:
+        data = value.encode("utf-8", "replace") if isinstance(value, str) else value
+        size += 2 * len(data) - len(data.translate(None, _ESCAPED))
+    return size if size > _LARGE_BYTES else 0
+
+
+def packet_too_large() -> StoreError:
+    return StoreError(
+        "MySQL: the statement is larger than max_allowed_packet: raise it, or lower Limits.payload_bytes.",
+        fault=Fault.CONTENT,
+        code="1153",
+    )
+
+
 def handler_left(how: str) -> StoreError:
     """Return the error for a handler that ended the transaction or the connection txbox gave it."""
     return StoreError(

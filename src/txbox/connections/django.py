@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timezone
+from math import inf
 from typing import Any
 
 from django.db import Error, InterfaceError, OperationalError, connections, transaction
@@ -17,6 +18,7 @@ from django.db.transaction import TransactionManagementError
 from django.utils.connection import ConnectionDoesNotExist, ConnectionProxy
 
 from txbox.connections.base import (
+    MAX_PACKET,
     PROBE,
     ConnectionSource,
     Database,
@@ -26,12 +28,14 @@ from txbox.connections.base import (
     check_committed,
     check_session,
     connection_lost,
+    cut_off_bytes,
     dbapi_error,
     handler_left,
     is_marked,
     not_in_transaction,
     not_released,
     of_valid_sql,
+    packet_too_large,
     plain_rows,
     refused_commit,
     store_error,
@@ -218,7 +222,21 @@ class DjangoConnection(Connection):
         try:
             return check_closed(statement, _executed(self.native, statement))
         except (Error, self.native.Database.Error) as error:
-            raise self._failure(error) from error
+            found = self._failure(error)
+            if self._dialect.name == "mysql" and (size := cut_off_bytes(statement, found)):
+                found = packet_too_large() if size > self._packet_bytes() else found
+            raise found from error
+
+    def _packet_bytes(self) -> float:
+        """The largest statement that the server takes: it may close the connection without saying so."""
+        other = self.native.copy()
+        try:
+            return int(_executed(other, MAX_PACKET).rows[0][0])
+        except (Error, self.native.Database.Error):
+            # the server is away after all
+            return inf
+        finally:
+            other.close()
 
     async def begin(self, statements: Statements) -> list[Result]:
         wrapper = self.native

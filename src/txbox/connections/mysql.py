@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
+from math import inf
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -23,6 +24,7 @@ from pymysql.cursors import Cursor
 
 from txbox.connections import base
 from txbox.connections.base import (
+    MAX_PACKET,
     RELEASE,
     ROLLBACK_TO,
     SAVEPOINT,
@@ -33,6 +35,7 @@ from txbox.connections.base import (
     async_driver,
     check_session,
     connection_lost,
+    cut_off_bytes,
     handler_left,
     hosts_of,
     is_refusal,
@@ -40,6 +43,7 @@ from txbox.connections.base import (
     left_behind,
     not_in_transaction,
     not_released,
+    packet_too_large,
     refused_commit,
     store_error,
     sync_async_mismatch,
@@ -64,11 +68,6 @@ _OPTIONS = frozenset({"charset", "unix_socket", "ssl_ca", "ssl_cert", "ssl_key"}
 # methods that set something without a statement
 _SETTERS = ("select_db", "set_charset", "set_character_set")
 _CONVERTERS = ("encoders", "decoders")
-# how a connection ends on which a statement was larger than max_allowed_packet, if the answer to that was lost
-_CUT_OFF = frozenset({None, "2006", "2013", "2055"})
-# no server accepts less, as it is set up for payloads
-_LARGE_BYTES = 256 * 1024
-_TOO_LARGE = "MySQL: the statement is larger than max_allowed_packet: raise it, or lower Limits.payload_bytes."
 # the server said goodbye, or the driver found it gone: the connection is useless
 _GONE = frozenset(
     {"1053", "1077", "1152", "1158", "1159", "1160", "1161", "1184", "1927", "2006", "2013", "2014", "2055", "4031"}
@@ -318,29 +317,23 @@ class MysqlConnection(Connection):
             return await _executed(self.native, statement, self.is_async)
         except self._errors as error:
             found = self._failed(error)
-            # asyncmy loses count of the packets, and raises an error without a number
-            if found.code in _CUT_OFF and await self._is_too_large(statement):
-                found = StoreError(_TOO_LARGE, fault=Fault.CONTENT, code="1153")
+            size = cut_off_bytes(statement, found)
+            if size and size > await self._packet_bytes():
+                found = packet_too_large()
             raise found from error
 
-    async def _is_too_large(self, statement: Statement) -> bool:
-        """Whether the server refuses a statement for its size: it may close the connection without saying so."""
-        values = statement.params.values()
-        if sum(len(value) for value in values if isinstance(value, (bytes, str))) < _LARGE_BYTES:
-            return False
-        sql, names = native(statement.sql, "format")
-        text = self.native.cursor().mogrify(sql, tuple(statement.params[name] for name in names))
+    async def _packet_bytes(self) -> float:
+        """The largest statement that the server takes: it may close the connection without saying so."""
         try:
             other = await _connected(self._database, self.is_async)
             try:
-                limit = Statement("packet", "SELECT @@max_allowed_packet", {})
-                ((most,),) = (await _executed(other, limit, self.is_async)).rows
+                ((most,),) = (await _executed(other, MAX_PACKET, self.is_async)).rows
             finally:
                 other.close()
         except (self._errors, OSError):
             # the server is away after all
-            return False
-        return len(text) >= int(most)
+            return inf
+        return int(most)
 
     async def alone(self, statement: Statement) -> Result:
         await self._set_autocommit(True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import wraps
+from math import inf
 from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -22,6 +23,7 @@ from sqlalchemy import event, exc, orm
 from sqlalchemy.ext import asyncio as sa_async
 
 from txbox.connections.base import (
+    MAX_PACKET,
     PROBE,
     RELEASE,
     ROLLBACK_TO,
@@ -33,6 +35,7 @@ from txbox.connections.base import (
     check_closed,
     check_committed,
     check_session,
+    cut_off_bytes,
     dbapi_error,
     forgets_parent,
     handler_left,
@@ -40,6 +43,7 @@ from txbox.connections.base import (
     not_in_transaction,
     not_released,
     of_valid_sql,
+    packet_too_large,
     plain_rows,
     refused_commit,
     savepoint_is_gone,
@@ -358,7 +362,32 @@ class SQLAlchemyConnection(Connection):
         try:
             return self._wire.execute(statement)
         except self._errors as error:
-            raise self._failure(error) from _reason(error)
+            found = self._failure(error)
+            if self._dialect.name == "mysql" and (size := cut_off_bytes(statement, found)):
+                found = packet_too_large() if size > self._packet_bytes() else found
+            raise found from _reason(error)
+
+    def _sent(self, statements: Statements) -> list[Result]:
+        """Execute them one by one where one may be too large; otherwise the wire sends them together."""
+        one_by_one = self._dialect.name == "mysql"
+        return [self._execute(statement) for statement in statements] if one_by_one else []
+
+    def _packet_bytes(self) -> float:
+        """The largest statement that the server takes: it may close the connection without saying so."""
+        pool: Any = self._raw.engine.pool
+        errors: tuple[type[Exception], ...] = (*self._errors, OSError)
+        try:
+            # not from the pool, which may have no room
+            other = pool._invoke_creator(None)  # noqa: SLF001 - has no public name
+            try:
+                cursor = other.cursor()
+                cursor.execute(MAX_PACKET.sql)
+                return int(cursor.fetchone()[0])
+            finally:
+                other.close()
+        except errors:
+            # the server is away after all
+            return inf
 
     @_bridged
     def savepoint(self) -> None:
@@ -392,7 +421,7 @@ class SQLAlchemyConnection(Connection):
                 self._wire.execute(_READ_COMMITTED)
             elif self._dialect.name == "sqlite":
                 self._begin_immediate()
-            results = self._wire.begin(statements)
+            results = self._sent(statements) or self._wire.begin(statements)
             self._watched = begins_marked(self._raw.connection.driver_connection, statements)
             self.changed = None
         except self._errors as error:
@@ -416,7 +445,7 @@ class SQLAlchemyConnection(Connection):
             _sync(self._session).expire_on_commit = False
         self._end_calls()
         try:
-            results = self._wire.commit(statements)
+            results = self._sent(statements) or self._wire.commit(statements)
         except self._errors as error:
             raise self._failure(error) from _reason(error)
         try:

@@ -14,9 +14,10 @@ from itertools import zip_longest
 from operator import add
 from typing import Any, Literal, NamedTuple
 
+from txbox.boundaries import Boundary, log
 from txbox.errors import Fault, StoreError
 from txbox.session import Session
-from txbox.store.dialect import Dialect, as_time
+from txbox.store.dialect import FIRST, Dialect, as_time
 
 #: Upper bounds of the histogram buckets, in seconds; the last bucket, above them, has none.
 BOUNDS_S = (
@@ -332,7 +333,17 @@ async def _minute_before(db: Session, dialect: Dialect, older_than_s: float) -> 
 async def workers(db: Session, dialect: Dialect) -> list[Worker]:
     """Read the worker processes, oldest first."""
     found = await db.alone(dialect.statement("workers"))
-    return [_worker(row) for row in found.rows]
+    return [_shown(row) for row in found.rows]
+
+
+def _shown(row: Sequence[Any]) -> Worker:
+    try:
+        return _worker(row)
+    except Exception as error:  # noqa: BLE001  # somebody has altered it: it hides no other
+        raised = type(error).__name__
+        log.warning("A worker cannot be shown: %s (boundary: %s)", raised, Boundary.ROW)
+        plain = (*row[:5], f"(cannot be shown: {raised})", "[]", "{}", "{}", 0, row[10], 0, 0, 0)
+        return _worker((*plain, as_time(row[14]) or FIRST, as_time(row[15]) or FIRST, row[16]))
 
 
 def _worker(row: Sequence[Any]) -> Worker:

@@ -301,6 +301,8 @@ def as_time(value: Any) -> datetime | None:
             moment = datetime.fromtimestamp(value, UTC)
         except (ValueError, OverflowError, OSError):
             return LAST if value > 0 else FIRST
+        except TypeError:
+            return None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     try:

@@ -18,6 +18,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from txbox.admin import Admin
+from txbox.boundaries import Boundary
 from txbox.boundaries import log as _log
 from txbox.brokers.webhook import Bodies, GoneError, TooLongError
 from txbox.errors import ConfigurationError, SchemaError, StoreError
@@ -158,7 +159,7 @@ class Dashboard:
             return
         except Exception:  # noqa: BLE001
             # nothing of an exception is an answer, whatever this application is mounted in
-            _log.exception("A page of the dashboard failed.")
+            _log.exception("A page of the dashboard failed (boundary: %s).", Boundary.PAGE)
             refused = Refused(
                 500, "Something unexpected happened: the log of the dashboard has it."
             )
