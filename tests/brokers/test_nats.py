@@ -159,6 +159,33 @@ def test_a_server_that_is_away_at_first(throwaway_nats: ThrowawayNats, closing: 
     assert stream.outstanding() == 0
 
 
+def test_a_wrong_password_is_named(closing: Callable[[Nats], Nats]) -> None:
+    """The server numbers no errors; the client knows this one by a word of its protocol."""
+    with ThrowawayNats() as server:
+        config = server.directory / "nats.conf"
+        config.write_text(config.read_text() + "authorization { user: shop, password: right }\n")
+        server.stop()
+        server.start()
+
+        def at(user: str) -> Nats:
+            return closing(Nats(server.url.replace("//", f"//{user}@"), durable="shop", stream="S"))
+
+        source = at("shop:wrong")
+        for refused in (
+            lambda: source.open(["orders"], Alone(), Alone()),
+            lambda: source.examine(["orders"]),
+        ):
+            with pytest.raises(ConfigurationError, match="rejects the login") as caught:
+                refused()
+            assert "wrong" not in str(caught.value)
+        publisher = source.publisher()
+        with pytest.raises(BrokerUnavailable, match="rejects the login"):
+            publisher.publish([Message(topic="orders", id="m1", payload=b"")], 5.0)
+        publisher.close()
+        (facts,) = at("shop:right").examine(["orders"])
+        assert not facts.found
+
+
 def test_a_deleted_consumer_is_created_again(stream: Stream, closing: Any) -> None:
     stream.publish(Note("m1"))
     source = closing(stream.opened())

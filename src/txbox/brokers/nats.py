@@ -47,6 +47,7 @@ with installed("nats", "NATS"):
     from nats.aio.subscription import Subscription
     from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
     from nats.protocol import command as _command
+    from nats.protocol.parser import AUTHORIZATION_VIOLATION as _AUTHORIZATION_VIOLATION
 
 Connected = TypeVar("Connected", bound="Client")
 
@@ -56,6 +57,13 @@ Connected = TypeVar("Connected", bound="Client")
 _PING_S = 10
 #: Errors that waiting can cure: no server, no leader, a connection lost meanwhile.
 _TROUBLE = (nats.errors.Error, OSError, TimeoutError)
+
+
+class LoginRefused(nats.errors.AuthorizationError):
+    """The server knows no such user, or not with this password, token or key."""
+
+    def __str__(self) -> str:
+        return "the server rejects the login: correct user and password, token or credentials"
 
 
 class RawHeaders(dict[str, str]):
@@ -98,6 +106,7 @@ async def connect(
     """Connect a new client to one of the servers.
 
     Raises:
+        LoginRefused: a server does not accept the user.
         nats.errors.Error: the last server's answer.
         OSError: the last server cannot be reached.
     """
@@ -112,7 +121,7 @@ async def connect(
                 allow_reconnect=False, max_reconnect_attempts=1, reconnect_time_wait=0.1,
             )  # fmt: skip
         except _TROUBLE as error:
-            failure = error
+            failure = LoginRefused() if _rejects_login(error) else error
             # before 2.10 the client fails to close what was never connected
             with suppress(AttributeError):
                 await client.close()
@@ -121,6 +130,14 @@ async def connect(
             return connection
     assert failure is not None
     raise failure
+
+
+def _rejects_login(error: BaseException) -> bool:
+    # the server numbers no errors, and the client makes this one of its text while it connects
+    return (
+        isinstance(error, nats.errors.AuthorizationError)
+        or _AUTHORIZATION_VIOLATION in str(error).lower()
+    )
 
 
 async def _noted(error: Exception) -> None:
@@ -262,8 +279,15 @@ class Nats(LoopSource["Link"]):
         )
         return self._ask(self._facts_of(names))
 
+    async def _client(self) -> Any:
+        try:
+            return await connect(self._servers, self._options, Client)
+        except LoginRefused as error:
+            servers = ", ".join(map(_without_credentials, self._servers))
+            raise ConfigurationError(f"NATS at {servers}: {error}.") from error
+
     async def _facts_of(self, names: Mapping[str, str | None]) -> list[Facts]:
-        client: Any = await connect(self._servers, self._options, Client)
+        client = await self._client()
         try:
             return [await self._facts(client.jetstream(), *named) for named in names.items()]
         finally:
@@ -344,7 +368,7 @@ class Nats(LoopSource["Link"]):
     # -- the connection and the consumers: on the loop -----------------------------------------
 
     async def _connect(self) -> Link:
-        link = Link(await connect(self._servers, self._options, Client), self._buffer)
+        link = Link(await self._client(), self._buffer)
         try:
             waits_s: list[float] = []
             for topic, durable in self._names.items():
