@@ -15,8 +15,9 @@ from functools import partial
 from tests.chaos import page
 from tests.chaos.brokers import NAMES
 from tests.chaos.databases import DATABASES
-from tests.chaos.harness import Result, chaos
+from tests.chaos.harness import Result, StuckError, chaos
 from tests.chaos.nemesis import KINDS
+from tests.support.servers import ServerError
 
 
 def _names(allowed: Sequence[str], words: str) -> tuple[str, ...]:
@@ -59,11 +60,16 @@ def main() -> int:
     for database in arguments.databases:
         for broker in arguments.brokers:
             print(f"{database} and {broker}, seed {seed}, {arguments.minutes:g} min", flush=True)
-            result = chaos(
-                database, broker, seed=seed, minutes=arguments.minutes, impatient=arguments.impatient,
-                lanes=arguments.lanes, without=arguments.without, rate=arguments.rate,
-                say=partial(print, flush=True),
-            )  # fmt: skip
+            try:
+                result = chaos(
+                    database, broker, seed=seed, minutes=arguments.minutes, impatient=arguments.impatient,
+                    lanes=arguments.lanes, without=arguments.without, rate=arguments.rate,
+                    say=partial(print, flush=True),
+                )  # fmt: skip
+            except (ServerError, StuckError) as error:
+                print(f"  GIVEN UP: {error}", flush=True)
+                bad += 1
+                continue
             _say(result)
             if arguments.write_page:
                 # at once, green or red: what ends this command takes no run away

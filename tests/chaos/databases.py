@@ -114,6 +114,10 @@ class Database(ABC):
         """Start it again, unless it runs."""
         raise NotImplementedError
 
+    def heal(self) -> None:
+        """Start whatever does not run."""
+        self.start()
+
     def sessions(self, raw: Raw, *, idle: bool = False) -> Sequence[int]:
         """The sessions of the run's processes."""
         raise NotImplementedError
@@ -226,6 +230,10 @@ class PostgreSQL(Database):
 
     def start(self) -> None:
         self.primary.start()
+
+    def heal(self) -> None:
+        self.primary.start()
+        self.standby.start()
 
     def sessions(self, raw: Raw, *, idle: bool = False) -> Sequence[int]:
         state = "state = 'idle'" if idle else "true"

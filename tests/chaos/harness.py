@@ -24,6 +24,7 @@ from tests.chaos.journal import Journal, facts
 from tests.chaos.nemesis import Nemesis
 from tests.chaos.workload import Plan
 from tests.support.databases import Raw
+from tests.support.servers import ServerError
 from tests.support.waiting import DEADLINE_S
 from txbox import App
 from txbox.admin import Admin
@@ -31,7 +32,7 @@ from txbox.errors import TxboxError
 
 #: No progress for so long, once everything is healed, is what the checker calls stuck.
 PATIENCE_S = 120.0
-_MEMBERS = ("bank", "bank", "bank", "books", "relay", "maintain", "producer", "operator")
+_MEMBERS = ("bank", "bank", "bank", "books", "books", "relay", "maintain", "producer", "operator")
 #: Exit statuses: drained; the database or broker could not be reached at the start; signals that a nemesis sends.
 _GOOD_ENDS = (0, 2, -signal.SIGKILL, -signal.SIGTERM)
 _UNFINISHED = """
@@ -165,6 +166,18 @@ class Run:
             self.ends.append(f"{name} ended with status {code}")
 
     # -- the end ------------------------------------------------------------------------------
+
+    def heal(self) -> None:
+        """Start the servers that did not come back in time, when the machine was too busy."""
+        for start in (self.database.heal, self.broker.server.start):
+            for is_last in (False, False, True):
+                try:
+                    start()
+                except ServerError:
+                    if is_last:
+                        raise
+                else:
+                    break
 
     @property
     def stopped(self) -> bool:
@@ -361,6 +374,7 @@ def chaos(
         finally:
             nemesis.end()
         lasted = (time.monotonic() - began) / 60
+        run.heal()
         wrong = run.come_to_rest(patience_s)
         say(f"  at rest after {time.monotonic() - began - lasted * 60:.0f} s more")
         wrong += run.end()

@@ -350,7 +350,7 @@ class Nemesis:
     """
 
     def __init__(
-        self, run: Run, *, lanes: int = 4, calm_s: float = 0.4, without: Sequence[str] = ()
+        self, run: Run, *, lanes: int = 4, calm_s: float = 1.2, without: Sequence[str] = ()
     ) -> None:
         self._run = run
         self._calm_s = calm_s

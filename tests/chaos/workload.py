@@ -21,9 +21,9 @@ from tests.chaos.journal import Journal
 from tests.crash.service import execute
 from txbox import App, Batching, GapPolicy, Lease, Limits, Message, RelayPolicy, RetryPolicy
 from txbox.admin import Admin, InboxFilter, OutboxFilter, QuarantineFilter
-from txbox.brokers.base import Delivery, Destination
+from txbox.brokers.base import Delivery, Destination, Publisher
 from txbox.cli import main as txbox_command
-from txbox.errors import TxboxError
+from txbox.errors import BrokerError, BrokerUnavailable, TxboxError
 
 ACCOUNTS = 2000
 KEYS = 20
@@ -178,7 +178,8 @@ def _app(plan: Plan, journal: Journal) -> App:
         # a killed worker's rows come back soon, and are not taken for poison however often it is killed
         lease=Lease(duration=LEASE, max_starts=10_000),
         limits=replace(LIMITS, connections=plan.connections),
-        batching=Batching(messages=plan.batch),
+        # a slow server must not make batches of one
+        batching=Batching(messages=plan.batch, duration=timedelta(milliseconds=500)),
         relaying=RelayPolicy(
             lease=LEASE, confirm_within=timedelta(seconds=1.5), poll=timedelta(milliseconds=500),
             retry=RetryPolicy(max_attempts=10_000, base=timedelta(milliseconds=50), cap=timedelta(seconds=1)),
@@ -424,7 +425,7 @@ class Producer:
             good = str(message.id).split("-")[1] == "ok"
             messages.append(other(message) if is_other and good else message)
         self._journal.write("sending", *(_told(one) for one in batch))
-        answers = self._publisher.publish(messages, 3.0)
+        answers = _published(self._publisher, messages)
         confirmed = [one for one, error in zip(batch, answers, strict=True) if error is None]
         self._journal.write("sent", *(_told(one) for one in confirmed))
         for (number, is_other), error in zip(batch, answers, strict=True):
@@ -450,6 +451,17 @@ def _unconfirmed(plan: Plan) -> list[int]:
     return sorted(number for number in numbers if type_of(number) == "version")
 
 
+def _published(
+    publisher: Publisher, messages: Sequence[Message[Any]]
+) -> Sequence[BrokerError | None]:
+    """What became of each message; a broker that is away has confirmed none."""
+    try:
+        return publisher.publish(messages, 3.0)
+    except BrokerUnavailable as error:
+        time.sleep(0.1)
+        return [error] * len(messages)
+
+
 def _told(one: tuple[int, bool]) -> str:
     return f"{one[0]}{'!' if one[1] else ''}"
 
@@ -464,7 +476,7 @@ def send_again(plan: Plan, numbers: Sequence[int]) -> None:
                 for number in numbers[at : at + 200]
             ]
             while messages:
-                answers = publisher.publish(messages, 3.0)
+                answers = _published(publisher, messages)
                 messages = [
                     message
                     for message, error in zip(messages, answers, strict=True)
