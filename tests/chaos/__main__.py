@@ -17,7 +17,7 @@ from tests.chaos.brokers import NAMES
 from tests.chaos.databases import DATABASES
 from tests.chaos.harness import Result, StuckError, chaos
 from tests.chaos.nemesis import KINDS
-from tests.support.servers import ServerError
+from tests.support.servers import ServerError, provision
 
 
 def _names(allowed: Sequence[str], words: str) -> tuple[str, ...]:
@@ -56,6 +56,12 @@ def main() -> int:
     # servers and processes are ended on the way out
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     seed = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
+    kinds = {"quorum": "rabbitmq", "postgresql": "pgbouncer"}
+    wanted = {*arguments.databases, *arguments.brokers} - {"sqlite", "quorum"}
+    provision.prepare(
+        sorted(wanted | {kinds[name] for name in (*arguments.databases, *arguments.brokers) if name in kinds}),
+        throwaway=True,
+    )  # fmt: skip
     bad = 0
     for database in arguments.databases:
         for broker in arguments.brokers:
@@ -63,7 +69,7 @@ def main() -> int:
             try:
                 result = chaos(
                     database, broker, seed=seed, minutes=arguments.minutes, impatient=arguments.impatient,
-                    lanes=arguments.lanes, without=arguments.without, rate=arguments.rate,
+                    lanes=arguments.lanes, without=arguments.without, rate=arguments.rate, keep=arguments.keep,
                     say=partial(print, flush=True),
                 )  # fmt: skip
             except (ServerError, StuckError) as error:
@@ -88,7 +94,8 @@ def _say(result: Result) -> None:
     )
     for wrong in result.wrong:
         print(f"  WRONG {wrong}")
-    print(f"  {'RED, see ' + str(result.folder) if result.wrong else 'green'}", flush=True)
+    where = f", see {result.folder}" if result.folder.exists() else ""
+    print(f"  {'RED' if result.wrong else 'green'}{where}", flush=True)
 
 
 if __name__ == "__main__":

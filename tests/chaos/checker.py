@@ -285,4 +285,5 @@ def _write_elle(appended: Mapping[str, list[tuple[int, int]]], path: Path) -> No
     names = sorted(appended)
     last = [["r", name, [number for number, _ in appended[name]]] for name in names]
     operation(len(names), [["r", name, None] for name in names], last)
-    path.write_text("\n".join(json.dumps(entry) for entry in history) + "\n")
+    lines = ",\n".join(json.dumps(entry) for entry in history)
+    path.write_text(f"[\n{lines}\n]\n")

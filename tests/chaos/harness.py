@@ -354,8 +354,9 @@ def chaos(
     lanes: int = 4,
     without: Sequence[str] = (),
     rate: float = 600.0,
+    keep: bool = False,
 ) -> Result:
-    """One run on one database and one broker; the folder with its journals stays when something is wrong."""
+    """One run on one database and one broker; its journals stay when something is wrong, or with `keep`."""
     folder = Path(tempfile.mkdtemp(prefix=f"txbox-chaos-{database_name}-{broker_name}-{seed}-"))
     with ExitStack() as stack:
         database = stack.enter_context(DATABASES[database_name]())
@@ -381,7 +382,7 @@ def chaos(
         with database.raw() as raw:
             checked = check(raw, folder, seed, broker=broker_name)
     wrong += checked.wrong
-    if not wrong:
+    if not wrong and not keep:
         shutil.rmtree(folder, ignore_errors=True)
     return Result(
         database_name, broker_name, seed, round(lasted, 2), versions, dict(sorted(nemesis.counts.items())),

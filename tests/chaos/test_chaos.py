@@ -23,7 +23,6 @@ from txbox import Outcome
 SEED = 20261128
 
 
-@pytest.mark.slow
 def test_nothing_is_lost_or_doubled_in_a_short_run() -> None:
     """Whatever machine it is on, and however busy: it must come to rest, and has no number of messages to reach."""
     for server in ("postgresql", "redis"):
