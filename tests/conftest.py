@@ -39,6 +39,7 @@ from tests.support.databases import (
 )
 from tests.support.partitions import kind, of_uuid7, timed, without_rest
 from tests.support.plain_connection import plain_connection
+from tests.support.servers.process import memory
 from tests.support.shop import shop
 
 __all__ = [
@@ -73,6 +74,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # PyMySQL parses the system's certificates for every connection, TLS or not: 25 ms of processor, five times a test.
 os.environ.setdefault("TXBOX_TEST_CERTIFICATES", os.environ.get("SSL_CERT_FILE", ""))
 os.environ["SSL_CERT_FILE"] = os.devnull
+# SQLite's files in memory: on a disk each commit waits for its flush, and costs processor twice
+if (room := memory()) is not None:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(room))
 gc.disable()  # until all is collected
 
 

@@ -39,6 +39,7 @@ from tests.support.servers.process import (
     alive,
     base_directory,
     free_port,
+    memory,
 )
 from tests.support.waiting import DEADLINE_S, eventually
 
@@ -163,9 +164,13 @@ def test_a_killed_tests_server_is_stopped_and_deleted() -> None:
         left = ServerDirectory(done.stdout.strip())
         assert left.running()
         process = int((left.directory / "pid").read_text())
+        data = left.directory.resolve()
+        assert memory() is None or data.parent == memory()
         remove_abandoned()
         assert not alive(process)
+        assert not left.directory.is_symlink()
         assert not left.directory.exists()
+        assert not data.exists()
         assert server.running()  # its process, this one, lives
 
 

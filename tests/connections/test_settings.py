@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.connections.test_base_conformance import every
 from tests.connections.test_base_processing import app_of
 from tests.support.connections import KINDS, Given, do
 from tests.support.databases import Raw
-from txbox import App, Message, Outcome
+from txbox import App, Message, Outcome, session
 from txbox.events import Event, HandlerRunsAlone
 from txbox.processing.intake import Leasing
 from txbox.session import drive, drive_async
@@ -548,3 +549,33 @@ def test_a_name_that_a_handler_prepares_is_free_for_the_next(
         else:
             assert asks.app.process(message) is Outcome.PROCESSED
     asks.close()
+
+
+@pytest.mark.parametrize(
+    ("made", "used"),
+    [
+        ("CREATE VIEW tenant AS SELECT set_config('app.tenant', 'A', true) AS name", "SELECT * FROM tenant"),
+        ("CREATE FUNCTION tenant() RETURNS void LANGUAGE sql AS 'SET app.tenant = 1'", "SELECT tenant()"),
+        ("", "SELECT tenant()"),
+    ],
+    ids=["view", "function", "nothing"],
+)  # fmt: skip
+def test_the_catalogue_is_searched_where_anything_could_set_something(
+    postgresql_url: str,
+    raw: Callable[[str], Raw],
+    monkeypatch: pytest.MonkeyPatch,
+    made: str,
+    used: str,
+) -> None:
+    """Planning the search takes the server 10 ms, at each start of a process and ever again."""
+    if made:
+        raw(postgresql_url).execute(made)
+    points: list[str] = []
+    monkeypatch.setattr(session, "crash_point", points.append)
+    with App(postgresql_url) as app:
+        assert app.database.sync is not None
+        drive(app.database.sync, app.protocol.check_schema)
+        assert app.database.handler_settings is not None
+        assert (app.database.handler_settings.of(used) is not None) is bool(made)
+    assert "before:may_set" in points
+    assert ("before:setters" in points) is bool(made)

@@ -114,8 +114,11 @@ class InboxProtocol:
     async def _read_setters(self, db: Session, settings: Settings) -> None:
         """Read which functions and tables set something, so that statements that use them are recognised."""
         rows: Sequence[Sequence[Any]] = ()
-        if self.store.dialect.has("setters"):
-            rows = (await db.alone(self.store.dialect.statement("setters"))).rows
+        queries = [name for name in ("may_set", "setters") if self.store.dialect.has(name)]
+        for name in queries:
+            rows = (await db.alone(self.store.dialect.statement(name))).rows
+            if not rows:
+                break
         settings.learn(rows)
 
     # -- entry points -------------------------------------------------------------------------

@@ -25,7 +25,7 @@
 -- nothing: duplicates
 -- classify reads them along with the others.
 
--- nothing: rehearse_constraints
+-- nothing: rehearse_constraints may_set
 
 -- ---- inbox.py -------------------------------------------------------------------------------------------------------
 

@@ -247,14 +247,25 @@ SAVEPOINT txbox_claim
 -- Checks whether this is the transaction that claimed, even if it has failed.
 ROLLBACK TO SAVEPOINT txbox_claim
 
+-- fragment: foreign_functions
+pg_catalog.pg_proc AS p JOIN pg_catalog.pg_language AS l ON l.oid = p.prolang
+     WHERE p.oid >= 16384 AND l.lanname NOT IN ('internal', 'c') AND p.proname NOT LIKE 'txbox\_%'
+
+-- fragment: setting_views
+pg_catalog.pg_rewrite AS r
+     WHERE r.oid >= 16384 AND strpos(r.ev_action::text, ':funcid ' || 'pg_catalog.set_config'::regproc::oid || ' ') > 0
+
+-- name: may_set
+-- Whether `setters` could find anything: planning that takes 10 ms of the server, and most databases have no function.
+SELECT 1 WHERE EXISTS (SELECT FROM [foreign_functions]) OR EXISTS (SELECT FROM [setting_views])
+
 -- name: setters
 -- What sets something beyond its own statement (promise 2.15): functions, by their text or because they name one that
 -- does; tables with such a function in a trigger, default or constraint, and the tables they are partitions of; views
 -- and policies that use one. Their texts are judged by connections/settings.py.
 WITH RECURSIVE body AS MATERIALIZED (
     SELECT p.oid, p.proname::text AS name, p.prosrc || coalesce(pg_get_function_sqlbody(p.oid), '') AS body
-      FROM pg_catalog.pg_proc AS p JOIN pg_catalog.pg_language AS l ON l.oid = p.prolang
-     WHERE p.oid >= 16384 AND l.lanname NOT IN ('internal', 'c') AND p.proname NOT LIKE 'txbox\_%'
+      FROM [foreign_functions]
 ), setter AS (
     SELECT oid, name, body FROM body
      WHERE body ~* '\m(set|set_config|set_limit|reset|discard|prepare|temp|temporary)\M'
@@ -275,8 +286,7 @@ WITH RECURSIVE body AS MATERIALIZED (
       LEFT JOIN pg_catalog.pg_rewrite AS r ON d.classid = 'pg_catalog.pg_rewrite'::regclass AND r.oid = d.objid
       LEFT JOIN pg_catalog.pg_policy AS p ON d.classid = 'pg_catalog.pg_policy'::regclass AND p.oid = d.objid
      UNION ALL
-    SELECT r.ev_class, 'used', 'RESET ALL' FROM pg_catalog.pg_rewrite AS r
-     WHERE r.oid >= 16384 AND strpos(r.ev_action::text, ':funcid ' || 'pg_catalog.set_config'::regproc::oid || ' ') > 0
+    SELECT r.ev_class, 'used', 'RESET ALL' FROM [setting_views]
 ), relation AS (
     SELECT oid, kind, body FROM user_of WHERE oid > 0
      UNION

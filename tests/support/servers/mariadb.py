@@ -28,6 +28,7 @@ def _base() -> list[str]:
 
 class MariaDBServer(ServerProcess):
     preferred_port = 23306
+    in_memory = True
     accounts = ("mysql",)
     not_ready = (pymysql.Error,)
 

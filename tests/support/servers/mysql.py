@@ -35,6 +35,7 @@ def fetch() -> bool:
 
 class MySQLServer(ServerProcess):
     preferred_port = 23307
+    in_memory = True
     accounts = ("mysql", "nobody")
     not_ready = (pymysql.Error,)
 

@@ -51,6 +51,7 @@ def pgbouncer_binary() -> str | None:
 
 class PostgreSQLServer(ServerProcess):
     preferred_port = 25432
+    in_memory = True
     accounts = ("postgres",)
     not_ready = (psycopg.Error,)
     stop_signal = signal.SIGINT  # "fast": does not wait for clients

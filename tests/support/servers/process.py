@@ -29,6 +29,8 @@ ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8"}
 
 #: Every checkout's: what its name begins with, and what all of them lock while they look for free ports.
 _DIRECTORIES = Path("/var/tmp/txbox-servers-")
+#: Files in memory: none of them costs a disk, and all are gone with the machine.
+_MEMORY, _MEMORY_BYTES = Path("/dev/shm"), 4 << 30
 _PORTS_LOCK = Path(f"/var/tmp/txbox-ports-{os.geteuid()}.lock")
 _OWNER = re.compile(r"throwaway-\w+-(\d+)-\d+")
 
@@ -38,6 +40,18 @@ def base_directory() -> Path:
     digest = hashlib.sha256(str(ROOT).encode()).hexdigest()[:10]
     user = f"-{os.geteuid()}" if os.geteuid() else ""
     return Path(f"{_DIRECTORIES}{digest}{user}")
+
+
+def memory() -> Path | None:
+    """Where files cost no flush and half the processor; None where there is little room, as in most containers."""
+    try:
+        here = os.statvfs(_MEMORY)
+    except OSError:
+        return None
+    roomy = here.f_bavail * here.f_frsize >= _MEMORY_BYTES
+    # tests install programs into their directories
+    runs = not here.f_flag & os.ST_NOEXEC
+    return _MEMORY if roomy and runs and os.access(_MEMORY, os.W_OK | os.X_OK) else None
 
 
 def throwaway_name(kind: str, number: int) -> str:
@@ -187,6 +201,14 @@ class ServerDirectory:
         """Kill it and delete everything it wrote."""
         if self.directory.exists():
             self.stop(immediate=True)
+        self._delete()
+
+    def _delete(self) -> None:
+        if self.directory.is_symlink():
+            # in memory; after a start of the machine it is gone, and the link is not
+            shutil.rmtree(self.directory.readlink(), ignore_errors=True)
+            self.directory.unlink()
+        elif self.directory.exists():
             shutil.rmtree(self.directory)
 
     def _pid(self) -> int | None:
@@ -214,6 +236,7 @@ class ServerProcess(ServerDirectory, ABC):
     preferred_port: ClassVar[int]
     ports: ClassVar[int] = 1  # `port` and those that follow it, at most MAX_PORTS
     accounts: ClassVar[tuple[str, ...]]
+    in_memory: ClassVar[bool] = False  # where there is room, unless it is durable
     not_ready: ClassVar[tuple[type[Exception], ...]]  # what `ping` raises until it answers
 
     def __init__(
@@ -298,15 +321,25 @@ class ServerProcess(ServerDirectory, ABC):
         """Take a directory and ports, once; servers that name one another do so before `start`."""
         if self._claimed:
             return
-        if self.directory.exists():  # an earlier start was killed half-way
-            shutil.rmtree(self.directory)
+        self._delete()  # an earlier start was killed half-way
+        room = memory() if self.in_memory and not self.durable else None
         with file_lock(_PORTS_LOCK):
-            self.directory.mkdir(mode=0o700, parents=True)
+            self._make(room)
             port = free_port(self.wanted_port, self.ports)
             (self.directory / "port").write_text(str(port))
         if account := self._account():
             os.chown(self.directory, account.pw_uid, account.pw_gid)
         self._claimed = True
+
+    def _make(self, room: Path | None) -> None:
+        if room is None:
+            self.directory.mkdir(mode=0o700, parents=True)
+            return
+        self.directory.parent.mkdir(parents=True, exist_ok=True)
+        there = room / f"{self.directory.parent.name}-{self.name}"
+        shutil.rmtree(there, ignore_errors=True)
+        there.mkdir(mode=0o700)
+        self.directory.symlink_to(there)
 
     def _account(self) -> pwd.struct_passwd | None:
         if os.geteuid() != 0:

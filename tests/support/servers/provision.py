@@ -223,7 +223,9 @@ def down(names: Sequence[str] | None = None) -> None:
         if composed and compose.available():
             compose.down(None if names is None else composed)
         for directory in sorted(base_directory().iterdir(), reverse=True):
-            if directory.is_dir() and (names is None or directory.name in names):
+            if (directory.is_dir() or directory.is_symlink()) and (
+                names is None or directory.name in names
+            ):
                 ServerDirectory(directory.name).remove()
         state = (
             {} if names is None else {name: url for name, url in state.items() if name not in names}
