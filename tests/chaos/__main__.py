@@ -27,7 +27,7 @@ def _names(allowed: Sequence[str], words: str) -> tuple[str, ...]:
     return names
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="of each pair")
     parser.add_argument(
@@ -42,17 +42,18 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--lanes", type=int, default=4, help="faults at once")
     parser.add_argument("--rate", type=float, default=600.0, help="messages a second, at most")
+    parser.add_argument("--keep", action="store_true", help="keep the journals of green runs, too")
     parser.add_argument(
         "--impatient", action="store_true", help="give up a run without progress for 2 minutes"
     )
     parser.add_argument(
         "--write-page", action="store_true", help="keep the runs in docs/reliability/chaos.json"
     )
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main() -> int:
-    arguments = _arguments()
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = _arguments(words)
     # servers and processes are ended on the way out
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     seed = random.randrange(1_000_000) if arguments.seed is None else arguments.seed

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests.chaos import page, workload
+from tests.chaos import __main__, page, workload
 from tests.chaos.brokers import ENTRIES, PAYMENTS
 from tests.chaos.checker import Checked, check
-from tests.chaos.harness import Result, chaos, prepare
+from tests.chaos.harness import Result, StuckError, chaos, prepare
 from tests.chaos.journal import Journal, facts
 from tests.chaos.nemesis import KINDS
 from tests.chaos.workload import Plan, message_of, type_of
 from tests.crash.brokers.feeds import RedisFeed
 from tests.support.databases import Raw, require
-from tests.support.servers import packages
+from tests.support.servers import packages, provision
 from txbox import Outcome
 
 SEED = 20261128
@@ -135,6 +137,39 @@ def test_a_run_is_kept_by_its_seed_and_pair(tmp_path: Path) -> None:
     assert "**1 broken**" in text
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
+
+
+def test_the_command_runs_each_pair_and_keeps_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs: list[tuple[str, str]] = []
+    kept: list[Result] = []
+
+    def run(database: str, broker: str, *, seed: int, minutes: float, **_: object) -> Result:
+        runs.append((database, broker))
+        if broker == "nats":
+            raise StuckError("no progress")
+        wrong = ["I1 doubled"] if broker == "kafka" else []
+        return Result(database, broker, seed, minutes, "", {}, Checked(), wrong, tmp_path)
+
+    monkeypatch.setattr(__main__, "chaos", run)
+    monkeypatch.setattr(page, "keep", kept.append)
+    monkeypatch.setattr(provision, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    words = [
+        "--databases",
+        "sqlite,postgresql",
+        "--brokers",
+        "nats,kafka,redis",
+        "--seed",
+        "3",
+        "--write-page",
+    ]
+    assert __main__.main(words) == 1
+    assert runs == list(product(("sqlite", "postgresql"), ("nats", "kafka", "redis")))
+    pairs = [(result.database, result.broker) for result in kept]
+    assert pairs == list(product(("sqlite", "postgresql"), ("kafka", "redis")))
+    assert capsys.readouterr().out.count("GIVEN UP") == 2
 
 
 def test_the_page_shows_what_is_kept() -> None:
