@@ -15,6 +15,7 @@ BESIDE = (
     "demo",
     "docs",
     "examples",
+    "fuzz",
     "models",
     "release",
     "scenarios",

@@ -513,7 +513,9 @@ def _prune(args: argparse.Namespace) -> int:
             if args.dry_run:
                 return _reported(args, report, "would be deleted", what)
             count, number = report.rows, counted(report.rows, what)
-            shorter, usual = (age(each.total_seconds()) for each in (wanted or kept, kept))
+            shorter, usual = (
+                age(each.total_seconds()) for each in (kept if wanted is None else wanted, kept)
+            )
             if count and not _agreed(
                 args,
                 f"Delete {number} before the retention of {usual} is over?",

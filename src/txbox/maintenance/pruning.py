@@ -76,6 +76,10 @@ class Task:
     def __post_init__(self) -> None:
         check_duration("older_than", self.older_than)
 
+    def age(self, usual: timedelta) -> timedelta:
+        """What was asked for, which may be nothing at all, or else the usual age."""
+        return usual if self.older_than is None else self.older_than
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -105,7 +109,7 @@ async def prune(db: Session, app: App, task: Task) -> Report:
     run continues.
     """
     dialect = app.store.dialect
-    older_than_s = (task.older_than or app.retention.processed).total_seconds()
+    older_than_s = task.age(app.retention.processed).total_seconds()
     if task.dry_run:
         rows = await jobs.value(
             db, dialect, "prunable", consumer=task.consumer, older_than_s=older_than_s
@@ -255,8 +259,8 @@ async def prune_outbox(db: Session, app: App, task: Task) -> Report:
 
     Guarantee: never deletes anything that is still to be sent, or dead.
     """
-    kept = task.older_than or app.retention.processed
-    sent_s = (task.older_than or app.relaying.keep_sent or kept).total_seconds()
+    kept = task.age(app.retention.processed)
+    sent_s = task.age(app.relaying.keep_sent or kept).total_seconds()
     dialect, discarded_s = app.store.dialect, kept.total_seconds()
     if task.dry_run:
         rows = await jobs.value(
@@ -277,7 +281,7 @@ async def prune_quarantine(db: Session, app: App, task: Task) -> Report:
     Guarantee: no row that awaits a decision is deleted.
     """
     dialect = app.store.dialect
-    older_than_s = (task.older_than or app.retention.quarantine).total_seconds()
+    older_than_s = task.age(app.retention.quarantine).total_seconds()
     if task.dry_run:
         rows = await jobs.value(db, dialect, "prunable_quarantine", older_than_s=older_than_s)
         return Report("prune-quarantine", rows)
@@ -310,7 +314,7 @@ async def prune_activity(db: Session, app: App, task: Task) -> Report:
     if not await run.begin(db, at_any_time=True):
         return run.report()
     async with run.leased(db):
-        kept_s = (task.older_than or app.retention.activity).total_seconds()
+        kept_s = task.age(app.retention.activity).total_seconds()
         run.did(
             await activity.prune(db, run.dialect, older_than_s=kept_s, silent_s=_WORKERS_KEPT_S)
         )

@@ -1,0 +1,237 @@
+"""Random lives of a few messages, step by step beside a model of what the inbox must say of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tests.support.shop import CONSUMER, TOPIC, Shop, add_effect
+from txbox import Message, Outcome, Reject, RetryPolicy
+from txbox.admin import Admin, InboxFilter, QuarantineFilter
+from txbox.maintenance import Task, run_once
+from txbox.testing import Crashed, crash_at, drain
+
+How = Literal["ok", "raises", "rejects"]
+
+#: Ids that collations like to confuse, payloads that differ by a byte. Small sets: steps shall meet one another.
+IDS = st.sampled_from(["a", "A", "a ", "é"])
+NEW_IDS = st.sampled_from(["n1", "n2"])
+PAYLOADS = st.sampled_from([b'{"n": 1}', b'{"n": 2}'])
+HOWS: st.SearchStrategy[How] = st.sampled_from(["ok", "ok", "raises", "rejects"])
+POINTS = st.sampled_from(
+    ["before:begin", "before:handler", "after:handler", "before:commit", "after:commit"]
+)
+ATTEMPTS = 2
+STARTS = 3
+_FINISHED = ("processed", "dead", "discarded")
+
+
+@dataclass
+class Row:
+    """What the model knows of one message."""
+
+    status: str
+    payload: bytes
+    attempts: int = 0
+    starts: int = 0
+    effects: int = 0
+
+
+@dataclass
+class World:
+    """The model: rows, the quarantine, and effects of rows that were pruned since."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    aside: set[tuple[str, bytes]] = field(default_factory=set)
+    accepted: set[tuple[str, bytes]] = field(default_factory=set)
+    effects: dict[str, int] = field(default_factory=dict)
+
+    def ran(self, message_id: str, how: How) -> None:
+        row = self.rows[message_id]
+        if how == "ok":
+            row.status = "processed"
+            self.effects[message_id] = self.effects.get(message_id, 0) + 1
+            return
+        row.attempts += 1
+        gone = how == "rejects" or row.attempts >= ATTEMPTS
+        row.status = "dead" if gone else "failed"
+
+
+class Lives(RuleBasedStateMachine):
+    """Steps choose from fixed sets, never from what a run has led to: the same seed takes the same steps."""
+
+    shop: Shop
+    admin: Admin
+    how: How = "ok"
+
+    @classmethod
+    def of(cls, shop: Shop, admin: Admin) -> type[Lives]:
+        """The machine of one database; its handler does what the step says."""
+        machine: type[Lives] = type("Lives", (cls,), {"shop": shop, "admin": admin})
+
+        def handle(message: Message[Any], tx: Any) -> None:
+            add_effect(tx, message.id, CONSUMER)
+            if machine.how == "raises":
+                raise ValueError(message.id)
+            if machine.how == "rejects":
+                raise Reject("no")
+
+        once = RetryPolicy(max_attempts=ATTEMPTS, base=timedelta(0))
+        shop.app.handler(TOPIC, consumer=CONSUMER, retry=once, keep_payload="always")(handle)
+        return machine
+
+    def __init__(self) -> None:
+        super().__init__()
+        for table in ("txbox_inbox", "txbox_attempt", "txbox_quarantine", "effect"):
+            self.shop.raw.execute(f"DELETE FROM {table}")
+        self.world = World()
+
+    def does(self, how: How) -> None:
+        type(self).how = how
+
+    # -- deliveries ---------------------------------------------------------------------------
+
+    @rule(message_id=IDS, payload=PAYLOADS, how=HOWS)
+    def deliver(self, message_id: str, payload: bytes, how: How) -> None:
+        self.does(how)
+        outcome = self.shop.app.process(Message(id=message_id, topic=TOPIC, payload=payload))
+        row = self.world.rows.get(message_id)
+        if row is None:
+            self.world.rows[message_id] = row = Row("pending", payload)
+            self.world.ran(message_id, how)
+            expected = {
+                "processed": Outcome.PROCESSED,
+                "failed": Outcome.FAILED,
+                "dead": Outcome.DEAD,
+            }
+            assert outcome is expected[row.status]
+        elif payload != row.payload:
+            self.world.aside.add((message_id, payload))
+            self.world.accepted.discard((message_id, payload))
+            assert outcome is Outcome.QUARANTINED
+        else:
+            assert outcome is (Outcome.DUPLICATE if row.status in _FINISHED else Outcome.DEFERRED)
+
+    @rule(message_id=IDS, payload=PAYLOADS, point=POINTS)
+    def crash_in_a_delivery(self, message_id: str, payload: bytes, point: str) -> None:
+        if message_id in self.world.rows:
+            return
+        self.does("ok")
+        try:
+            with crash_at(point):
+                self.shop.app.process(Message(id=message_id, topic=TOPIC, payload=payload))
+        except Crashed:
+            pass
+        if point == "after:commit":
+            self.world.rows[message_id] = Row("pending", payload)
+            self.world.ran(message_id, "ok")
+
+    # -- the table ----------------------------------------------------------------------------
+
+    @rule(how=HOWS)
+    def run_what_is_due(self, how: How) -> None:
+        self.does(how)
+        drain(self.shop.app, ignore_dates=True)
+        for message_id, row in self.world.rows.items():
+            while row.status in ("pending", "failed", "processing"):
+                self.world.ran(message_id, how)
+
+    @rule()
+    def crash_in_a_run(self) -> None:
+        """A worker dies with what it has leased."""
+        self.does("ok")
+        due = [row for row in self.world.rows.values() if row.status in ("pending", "failed")]
+        if any(row.starts for row in due) or not due:
+            return
+        self.shop.make_due()
+        self.shop.lease(limit=100)
+        for row in due:
+            row.status, row.starts = "processing", 1
+
+    # -- operators ----------------------------------------------------------------------------
+
+    def changed(self, message_id: str, changed: int, *statuses: str) -> bool:
+        row = self.world.rows.get(message_id)
+        matches = row is not None and row.status in statuses
+        assert changed == int(matches), (message_id, row, changed)
+        return matches
+
+    @rule(message_id=IDS)
+    def retry(self, message_id: str) -> None:
+        done = self.admin.retry(InboxFilter(consumer=CONSUMER, message_id=message_id))
+        if self.changed(message_id, done.count, "dead", "failed"):
+            row = self.world.rows[message_id]
+            row.status, row.attempts, row.starts = "failed", 0, 0
+
+    @rule(message_id=IDS)
+    def discard(self, message_id: str) -> None:
+        done = self.admin.discard(InboxFilter(consumer=CONSUMER, message_id=message_id))
+        if self.changed(message_id, done.count, "dead", "failed", "pending"):
+            self.world.rows[message_id].status = "discarded"
+
+    @rule(message_id=IDS, how=HOWS)
+    def replay(self, message_id: str, how: How) -> None:
+        self.does(how)
+        row = self.world.rows.get(message_id)
+        self.admin.replay(InboxFilter(consumer=CONSUMER, message_id=message_id))
+        if row is not None and row.status == "processed" and how == "ok":
+            self.world.effects[message_id] += 1
+
+    @rule(message_id=IDS, payload=PAYLOADS, new_id=NEW_IDS)
+    def accept(self, message_id: str, payload: bytes, new_id: str) -> None:
+        """Under an id of its own, with a payload that is known to be aside."""
+        if (message_id, payload) not in self.world.aside:
+            return
+        aside = [
+            each
+            for each in self.admin.show(QuarantineFilter(message_id=message_id), reveal=True)
+            if each.payload == payload
+        ]
+        assert len(aside) == 1, aside
+        where = QuarantineFilter(message_id=message_id, hash=aside[0].hash)
+        done = self.admin.accept(where, message_id=new_id)
+        known = self.world.rows.get(new_id)
+        assert done.count == int(known is None)
+        if known is None:
+            self.world.rows[new_id] = Row("pending", payload)
+            self.world.aside.discard((message_id, payload))
+            self.world.accepted.add((message_id, payload))
+
+    @rule()
+    def prune(self) -> None:
+        run_once(self.shop.app, "prune", Task(older_than=timedelta(0), at_any_time=True))
+        for message_id in [*self.world.rows]:
+            if self.world.rows[message_id].status in ("processed", "discarded"):
+                del self.world.rows[message_id]
+
+    # -- what must be so after each step ------------------------------------------------------
+
+    @invariant()
+    def the_database_says_what_the_model_says(self) -> None:
+        raw = self.shop.raw
+        rows = {
+            text(message_id): (status, int(attempts), int(starts))
+            for message_id, status, attempts, starts in raw.rows(
+                "SELECT message_id, status, attempts, starts FROM txbox_inbox"
+            )
+        }
+        expected = {
+            message_id: (row.status, row.attempts, row.starts)
+            for message_id, row in self.world.rows.items()
+        }
+        assert rows == expected, (rows, expected)
+        effects: dict[str, int] = {}
+        for (message_id,) in raw.rows("SELECT message_id FROM effect"):
+            effects[text(message_id)] = effects.get(text(message_id), 0) + 1
+        assert effects == self.world.effects, (effects, self.world.effects)
+        aside = dict(raw.rows("SELECT status, count(*) FROM txbox_quarantine GROUP BY status"))
+        assert aside.get("quarantined", 0) == len(self.world.aside), aside
+        assert sum(aside.values()) == len(self.world.aside | self.world.accepted), aside
+
+
+def text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
