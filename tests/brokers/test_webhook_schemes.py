@@ -49,6 +49,18 @@ def test_standard_webhooks_accepts_the_example_of_its_libraries() -> None:
     assert StandardWebhooks(secret)(headers, body) is False, "its time is long gone"
 
 
+def test_svix_signs_in_the_same_way_under_headers_of_its_own() -> None:
+    named = {name.replace("webhook-", "svix-"): value for name, value in lower(standard("m", BODY))}
+    verify = StandardWebhooks(STANDARD_SECRET)
+    found = verify(Headers(named), BODY)
+    assert isinstance(found, Verified)
+    assert found.id == "m"
+    # those of one kind only: an unsigned id does not stand beside a signature
+    mixed = {**named, "webhook-id": "other"}
+    assert verify(Headers(mixed), BODY) is False
+    assert verify(Headers(named), BODY + b" ") is False
+
+
 def test_stripe_reads_id_type_and_time_of_the_event() -> None:
     found = Stripe(SECRET)(lower(stripe(BODY)), BODY)
     assert isinstance(found, Verified)

@@ -166,7 +166,7 @@ class Stripe(_Scheme):
 
 
 class StandardWebhooks(_Scheme):
-    """`webhook-id`, `webhook-timestamp` and `webhook-signature` of standardwebhooks.com, scheme v1.
+    """`webhook-id`, `webhook-timestamp` and `webhook-signature` of standardwebhooks.com, scheme v1; or Svix's `svix-…`.
 
     Args:
         secrets: base64 with or without `whsec_`, or the key itself as bytes; several while rotating.
@@ -179,8 +179,10 @@ class StandardWebhooks(_Scheme):
         super().__init__(secrets, tolerance, standard_key)
 
     def __call__(self, headers: Headers, body: bytes) -> Verified | bool:
-        webhook_id, moment = headers.text("webhook-id"), headers.text("webhook-timestamp") or ""
-        given = (headers.text("webhook-signature") or "").split()
+        # all three of one kind
+        kind = "webhook" if headers.text("webhook-id") else "svix"
+        webhook_id, moment = headers.text(f"{kind}-id"), headers.text(f"{kind}-timestamp") or ""
+        given = (headers.text(f"{kind}-signature") or "").split()
         signatures = [_unbase64(value[3:]) for value in given if value.startswith("v1,")]
         content = f"{webhook_id}.{moment}.".encode() + body
         if not webhook_id or not self._fresh(moment) or not self._signed(content, signatures):
