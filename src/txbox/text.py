@@ -41,10 +41,14 @@ class View(NamedTuple):
 
 
 def moment(at: datetime) -> str:
-    """Format a point in time: 2026-11-20 08:15:00; also one beyond what Python can express."""
+    """Format a point in time: 2026-11-20 08:15:00 UTC; also one beyond what Python can express.
+
+    Args:
+        at: in UTC, as all times of txbox are.
+    """
     if at.year in (1, 9999):
         return "beyond the years 1 to 9998"
-    return at.strftime("%Y-%m-%d %H:%M:%S")
+    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def age(seconds: float | None) -> str:

@@ -111,9 +111,9 @@ def test_a_plain_table_is_aligned_and_leaves_empty_columns_out(
     )
     assert capsys.readouterr().out.splitlines() == [
         "ID       ATTEMPTS  RECEIVED",
-        "a               3  2026-01-31 12:00:00",
-        "long-id        12  2026-01-31 12:00:00",
-        "日本            1  2026-01-31 12:00:00",  # of two columns each
+        "a               3  2026-01-31 12:00:00 UTC",
+        "long-id        12  2026-01-31 12:00:00 UTC",
+        "日本            1  2026-01-31 12:00:00 UTC",  # of two columns each
     ]
 
 
@@ -148,10 +148,10 @@ def test_a_table_wider_than_the_terminal_breaks_no_id_and_no_name(
     assert lines[0].split() == ["consumer", "id", "status", "topic", "type"]
     assert lines[2].split() == ["billing", _ID, "failed", "orders", "order.paid"]
     assert lines[3].split() == (
-        ["attempts", "3,", "received", "2026-01-31", "12:00:00,", "error", "ValueError:"]
+        ["attempts", "3,", "received", "2026-01-31", "12:00:00", "UTC,", "error", "ValueError:"]
         + ["no"] * 5
     )
-    assert lines[-1].strip() == "key k, attempts 12, received 2026-01-31 12:00:00"
+    assert lines[-1].strip() == "key k, attempts 12, received 2026-01-31 12:00:00 UTC"
 
 
 def test_only_the_last_column_is_folded_where_that_is_enough(
@@ -160,7 +160,7 @@ def test_only_the_last_column_is_folded_where_that_is_enough(
     lines = on_a_terminal(160, monkeypatch, capsys)
     assert max(map(len, lines)) <= 160
     assert lines[0].split()[-1] == "error"
-    assert "2026-01-31 12:00:00   ValueError: no no" in lines[2]
+    assert "2026-01-31 12:00:00 UTC   ValueError: no no" in lines[2]
     assert lines[-1].split()[:2] == ["billing", "2"]
 
 

@@ -192,7 +192,7 @@ class _Saying:
             return f"a time {moment(at)}"
         seconds = (at - self.found.at).total_seconds()
         distance = f"in {age(seconds)}" if seconds > 0 else f"{age(-seconds)} ago"
-        return f"{moment(at)} UTC ({distance})"
+        return f"{moment(at)} ({distance})"
 
     def past(self, at: datetime | None) -> bool:
         return at is not None and at <= self.found.at

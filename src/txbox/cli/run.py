@@ -565,12 +565,17 @@ def _unraisable(failed: sys.UnraisableHookArgs) -> None:
         _log.error("%s %r", said, failed.object, exc_info=failed.exc_value)
 
 
-class _Lines(logging.Formatter):
+class _InUtc(logging.Formatter):
+    default_msec_format = "%s.%03dZ"
+    converter = staticmethod(time.gmtime)
+
+
+class _Lines(_InUtc):
     """Time, level, the logger where it is not txbox's, and the message."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
-        self._others = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._others = _InUtc("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
         return super().format(record) if record.name == "txbox" else self._others.format(record)

@@ -206,4 +206,4 @@ def missing(found: Layout, length: timedelta, ahead: int) -> list[tuple[float, f
 
 def moment(at_s: float) -> str:
     """Format a time in seconds since the epoch, for people."""
-    return datetime.fromtimestamp(at_s, UTC).isoformat(sep=" ", timespec="minutes")
+    return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M} UTC"

@@ -262,7 +262,7 @@ def told(value: object) -> Markup:
 
 
 def when(given: datetime | float | None) -> Markup:
-    """A point in time in UTC; a script adds how long ago."""
+    """A point in time in UTC; a script says how long ago that is."""
     if given is None:
         return Markup("")
     at = given if isinstance(given, datetime) else datetime.fromtimestamp(given, UTC)

@@ -13,9 +13,12 @@
     for (const [name, size] of unit) { const n = Math.floor(left / size); left -= n * size; if (n || parts.length) parts.push(n ? n + name : ""); if (parts.length === 2) break; }
     return parts.filter(Boolean).join(" ") || "0s";
   };
+  // how long ago; where times are compared, behind the time itself. The title has it in UTC and as it is here
   const tell = (within) => within.querySelectorAll("time[datetime]").forEach((time) => {
-    const at = new Date(time.dateTime), s = (Date.now() - at) / 1000;
-    time.title = at.toLocaleString() + (s < 0 ? ", in " + age(s) : ", " + age(s) + " ago");
+    const at = new Date(time.dateTime), s = (Date.now() - at) / 1000, words = s < 0 ? "in " + age(s) : age(s) + " ago";
+    const utc = time.dataset.utc ||= time.textContent;
+    time.textContent = time.closest(".at, th, p") ? `${utc} (${words})` : words;
+    time.title = `${utc}, here ${at.toLocaleString()}`;
   });
 
   const choosing = () => document.querySelectorAll("form.rows").forEach((form) => {
@@ -62,6 +65,7 @@
 
   document.addEventListener("DOMContentLoaded", () => {
     tell(document);
+    setInterval(() => tell(document), 10000);
     choosing();
     const toggle = document.querySelector("[data-theme-toggle]");
     if (toggle) {
