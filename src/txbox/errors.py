@@ -95,6 +95,8 @@ CURABLE = (Fault.UNAVAILABLE, Fault.CONFLICT, Fault.LOCK_TIMEOUT, Fault.PREPARED
 _LACKS_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
 # no connection is free: of the server, or of this user
 FULL = frozenset({"53300", "1040", "1203", "1226"})
+# no server answered, or libpq keeps to itself what it said: no code, or one of MySQL's client codes
+UNANSWERED = frozenset({None, "2003", "2005"})
 
 
 class StoreError(TxboxError):

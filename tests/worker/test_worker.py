@@ -600,8 +600,30 @@ def test_unapplied_schema_exits_with_status_2(empty_database_url: str, caplog: A
     assert source.threads == set()
 
 
-def test_an_unreachable_database_exits_with_status_2(caplog: Any) -> None:
+def test_a_database_that_does_not_answer_is_waited_for_at_the_start(caplog: Any) -> None:
+    """libpq does not tell it from a server without a free connection. `--once` is for programs that wait themselves."""
     with App("postgresql://txbox:secret@127.0.0.1:1/nothing") as app:
+        source = _one_handler(app)
+        assert worker(app, once=True).run() == 2
+        assert "cannot be used" in caplog.text
+        paused = list[ConsumptionPaused]()
+        app.events.observers.append(
+            lambda event: paused.append(event) if isinstance(event, ConsumptionPaused) else None
+        )
+        with running(worker(app)) as codes:
+            eventually(lambda: paused)
+            assert not codes
+        assert codes == [0]
+    assert "secret" not in caplog.text
+    assert source.threads == set()
+
+
+def test_a_wrong_password_that_the_server_names_exits_with_status_2(
+    new_database: Callable[[str], str], caplog: Any
+) -> None:
+    right = urlsplit(new_database("mariadb"))
+    url = right._replace(netloc=f"nobody:secret@{right.hostname}:{right.port}").geturl()
+    with App(url) as app:
         source = _one_handler(app)
         assert worker(app).run() == 2
     assert "cannot be used" in caplog.text
@@ -736,7 +758,7 @@ def test_a_worker_that_starts_waits_for_a_free_connection(
                 others.enter_context(Raw(url))
             with running(worker(app)) as codes:
                 eventually(lambda: paused)
-                assert "has no free connection" in paused[0].reason
+                assert "may have no free connection" in paused[0].reason
                 assert not codes
                 others.close()
                 eventually(lambda: source.settled)

@@ -77,7 +77,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         add_grace(command)
     once = (
         "end once every source is read to its end and nothing in the table is due or leased; what becomes due later, "
-        "such as a retry, is left; a broker and a followed file have no end"
+        "such as a retry, is left; sources without an end (brokers, followed files) never finish"
     )
     add_options(
         run,
@@ -162,7 +162,9 @@ def _started(
     with opened(args, handlers=handlers) as app:
         log_libraries()
         driver = Driver(app)
-        check_tables(app, driver, time.sleep)
+        # the dashboard has nothing to wait with
+        patient = not getattr(args, "once", True)
+        check_tables(app, driver, time.sleep, patient=patient)
         yield app, driver
 
 
@@ -361,8 +363,7 @@ def _relay(args: argparse.Namespace) -> int:
             print_line(tally.sentence())
         if unsent:
             _log.error(
-                "The drain was cut off after its grace of %g s: the relay to %s did not end. What was not confirmed is "
-                "sent again.",
+                "The grace period of %g s ended with the relay to %s at work. What was not confirmed is sent again.",
                 grace_s, ", ".join(unsent),
             )  # fmt: skip
             leave(1)

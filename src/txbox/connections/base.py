@@ -20,7 +20,15 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 from weakref import WeakSet
 
 from txbox.connections.settings import Settings
-from txbox.errors import FULL, ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
+from txbox.errors import (
+    FULL,
+    UNANSWERED,
+    ConfigurationError,
+    Fault,
+    StoreError,
+    StoreUnavailable,
+    redacted,
+)
 from txbox.session import Connection, Connections, Raised, Result, Statement, Statements, at
 from txbox.store.dialect import Dialect
 
@@ -133,8 +141,6 @@ class Database:
 
     def _unreachable(self, error: BaseException, code: str | None) -> StoreUnavailable:
         said = server_message(error) or type(error).__name__
-        if code is None and _NO_ROOM.search(said):
-            code = "53300"
         if code in FULL:
             return StoreUnavailable(
                 f"Cannot connect to {self.name} ({said}, {code}): the server, or the limit of this user, has no free "
@@ -142,16 +148,18 @@ class Database:
                 fault=Fault.UNAVAILABLE,
                 code=code,
             )
-        # libpq gives no SQLSTATE for a failed connection, but it does tell whether a password was requested
+        # libpq gives no SQLSTATE for a failed connection, and the server's text may be in any language. It does tell
+        # whether a password was requested: then that is wrong, or there is no free connection
         tried = getattr(error, "pgconn", None)
         refused = tried is not None and (tried.used_password or tried.needs_password)
+        full = " If it runs, it may have no free connection." if tried is not None else ""
         return StoreUnavailable(
-            f"Cannot connect to {self.name} ({said}{f', {code}' if code else ''}): check {self.check}.",
+            f"Cannot connect to {self.name} ({said}{f', {code}' if code else ''}): check {self.check}.{full}",
             fault=Fault.UNAVAILABLE,
             code=code,
             misconfigured=refused
             or code in _REFUSALS
-            or (code in _NO_ANSWER and bool(self.hosts) and all(map(_is_unknown, self.hosts))),
+            or (code in UNANSWERED and bool(self.hosts) and all(map(_is_unknown, self.hosts))),
         )
 
 
@@ -313,9 +321,6 @@ def not_in_transaction(tx: Any) -> ConfigurationError:
 
 # a wrong user, password or database name: SQLSTATE, or MySQL's number
 _REFUSALS = frozenset({"28P01", "28000", "3D000", "1044", "1045", "1049", "1698"})
-# libpq keeps the SQLSTATE of a failed connection to itself, so only the sentences of 53300 tell it from a wrong
-# password. In another language it counts as any other failure to connect.
-_NO_ROOM = re.compile(r"too many (?:clients already|connections for)|connection slots are reserved")
 
 
 def is_refusal(code: str | None) -> bool:
@@ -323,8 +328,6 @@ def is_refusal(code: str | None) -> bool:
     return code in _REFUSALS
 
 
-# no server answered: no code, or one of MySQL's client codes
-_NO_ANSWER = frozenset({None, "2003", "2005"})
 # values quoted in MySQL's messages, and in anyone's syntax errors; a value may itself contain quotes, so the first is
 # where it begins, and only one match is tried
 _QUOTED_VALUE = re.compile(r"^([^']*+)'.*'(?= for (?:key|column|function)| at line)")

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from txbox.app import App
-from txbox.errors import StoreUnavailable
+from txbox.errors import UNANSWERED, StoreUnavailable
 from txbox.events import ConsumptionPaused
 from txbox.processing.failure import printable
 from txbox.session import Operation, drive, drive_async
@@ -129,11 +129,14 @@ def trouble_of(
     return Trouble(kind=kind, name=printable(name, 255), since_s=since_s, error=text, topic=topic)
 
 
-def check_tables(app: App, driver: Driver, wait: Callable[[float], object]) -> bool:
+def check_tables(
+    app: App, driver: Driver, wait: Callable[[float], object], *, patient: bool
+) -> bool:
     """Check that the tables fit; while the server has no free connection, wait and try again.
 
     Args:
         wait: for so many seconds; what it returns is true for a stop.
+        patient: also wait for a server that does not answer. With libpq, one without a free connection looks the same.
 
     Returns: False for a stop.
 
@@ -146,7 +149,7 @@ def check_tables(app: App, driver: Driver, wait: Callable[[float], object]) -> b
         try:
             driver.perform(app.protocol.check_schema)
         except StoreUnavailable as error:
-            if not error.full:
+            if not error.full and not (patient and error.code in UNANSWERED):
                 raise
             # else each start would fail, as long as others start
             app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=pause_s))

@@ -224,7 +224,7 @@ class Worker:
             SchemaError: the message contains the command to run.
         """
         try:
-            check_tables(self._app, self._driver, self._stopped_within)
+            check_tables(self._app, self._driver, self._stopped_within, patient=not self._once)
         except StoreError as error:
             raise StoreError(
                 f"The database {self._app.database.name} cannot be used ({error}): "
