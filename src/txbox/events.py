@@ -69,7 +69,7 @@ class MessageFailed(MessageEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageDead(MessageEvent):
-    """A message was given up: a dead letter. Hang your alert here."""
+    """A message was given up: a dead letter. Alert on this event."""
 
     attempt: int
     error_type: str
@@ -79,7 +79,7 @@ class MessageDead(MessageEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageQuarantined(MessageEvent):
-    """A message that cannot be trusted was set aside. Hang your alert here."""
+    """A message that cannot be trusted was set aside. Alert on this event."""
 
     reason: str
 
@@ -103,7 +103,7 @@ class MessageWaits(MessageEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceGap(MessageEvent):
-    """A version did not arrive in time, so a later one was processed without it. Hang your alert here."""
+    """A version did not arrive in time, so a later one was processed without it. Alert on this event."""
 
     expected: int
     sequence: int
@@ -164,7 +164,7 @@ class ConsumerResumed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRefused(Event):
-    """The first messages of a source have no ids, so txbox stops reading from it. Hang your alert here."""
+    """The first messages of a source have no ids, so txbox stops reading from it. Alert on this event."""
 
     source: str
     reason: str
@@ -181,7 +181,7 @@ class TopicMissing(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesLost(Event):
-    """The broker dropped messages before they could be processed. Hang your alert here."""
+    """The broker dropped messages before they could be processed. Alert on this event."""
 
     source: str
     topic: str
@@ -216,7 +216,7 @@ class SettleFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorContained(MessageEvent):
-    """Something raised that must not. It waits or was set aside, and the worker goes on. Hang your alert here.
+    """Something raised that must not. It waits or was set aside, and the worker goes on. Alert on this event.
 
     Attributes:
         boundary: where, by its name in `txbox.boundaries.Boundary`.
@@ -298,7 +298,7 @@ class OutgoingFailed(MessageEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingDead(MessageEvent):
-    """A staged message was given up. Hang your alert here."""
+    """A staged message was given up. Alert on this event."""
 
     publisher: str
     route: str | None = None

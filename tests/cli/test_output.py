@@ -149,7 +149,7 @@ def test_a_table_wider_than_the_terminal_breaks_no_id_and_no_name(
     assert lines[2].split() == ["billing", _ID, "failed", "orders", "order.paid"]
     assert lines[3].split() == (
         ["attempts", "3,", "received", "2026-01-31", "12:00:00", "UTC,", "error", "ValueError:"]
-        + ["no"] * 5
+        + ["no"] * 4
     )
     assert lines[-1].strip() == "key k, attempts 12, received 2026-01-31 12:00:00 UTC"
 

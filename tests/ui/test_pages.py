@@ -479,8 +479,15 @@ def test_without_the_grant_no_text_of_an_error_is_shown(filled: App, serve: Serv
 # -- strangers ------------------------------------------------------------------------------------
 
 
-def test_nothing_of_a_hostile_message_gets_out_of_its_cell(filled: App, serve: Serve) -> None:
+def test_nothing_of_a_hostile_message_gets_out_of_its_cell(
+    filled: App, serve: Serve, raw: Callable[[str], Raw], database_url: str
+) -> None:
     browser = serve(filled)
+    # a role that may write the audit may name what it likes
+    raw(database_url).execute(
+        "INSERT INTO txbox_audit (actor, action, filter, affected) VALUES ('eve', 'retry', ?, 1)",
+        (json.dumps({HOSTILE: HOSTILE}),),
+    )
     consumer, named = "<b>guests</b>", quote(HOSTILE, safe="")
     path = f"/message?consumer={quote(consumer, safe='')}&message_id={named}"
     pages = {path: browser.get(path) for path in (*PAGES, path, f"/messages?key={named}")}

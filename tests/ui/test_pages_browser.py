@@ -297,7 +297,7 @@ def test_it_works_without_scripts(chromium: Browser, busy: App, serve: Serve) ->
     log_in(page)
     page.goto("/messages?status=dead&consumer=billing")
     page.locator("input[name=pick]").first.check()
-    page.get_by_role("button", name="Discard chosen…").click()
+    page.get_by_role("button", name="Discard selected…").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Discard 1 message?")
     page.locator("button.first").click()
     # the page of the change loads itself again until that is done

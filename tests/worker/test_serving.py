@@ -175,7 +175,7 @@ def test_a_drain_longer_than_its_grace_ends(sqlite_url: str, lite: Raw, tmp_path
         thread.join(DEADLINE_S)
         # cut off, or told to come again: whichever was first
         assert not (isinstance(answers[0], Answer) and answers[0].status < 500)
-        run.says("cut off after its grace of 2 s")
+        run.says("grace period of 2 s ended")
     assert effects(lite) == 0
 
 

@@ -156,12 +156,12 @@ def _transaction(holder: Holder) -> str:
 
 def _linked(link: Link) -> str:
     where = "outbox" if link.consumer is None else link.consumer
-    return f"{link.message_id} ({where}, topic {link.topic}: {link.status})"
+    return f"{link.message_id} ({where}, {link.topic}, {link.status})"
 
 
 def _cause(named: str, found: Sequence[Link]) -> Sentence:
     causes = " and ".join(map(_linked, found))
-    return _say("cause", f"It follows from {causes or f'{named}, which has no row here'}.")
+    return _say("cause", f"Caused by {causes or f'{named}, which has no row here'}.")
 
 
 def _last_error(
@@ -291,7 +291,8 @@ class _Saying:
             "lease expired",
             f"Its worker is gone or hangs: the lease ran out at {self.when(until)}, without being renewed. Any "
             f"`txbox run` or `txbox maintain` of this database rescues it, {every}; of these, "
-            f"{len(self.crew.rescuing()) or 'none'} can be heard from. It then is {after}.{held}",
+            f"{len(self.crew.rescuing()) or 'none'} {'is' if len(self.crew.rescuing()) < 2 else 'are'} running. "
+            f"It then is {after}.{held}",
             _command("rescue", consumer=message.consumer),
             code="lease-expired",
             late=self.late(until),
@@ -386,7 +387,7 @@ class _Saying:
             kind, helps = "blocked key", _command("rescue", consumer=message.consumer)
             code, late = "lease-expired", self.late(lease)
         elif what.status == Status.PROCESSING and lease is not None:
-            first = f" by a worker that has leased it until {self.when(lease)}"
+            first = f" by a worker, leased until {self.when(lease)}"
         elif what.status == Status.DEAD:
             first = "; dead messages hold their key up (dead_blocks=True) until somebody retries or discards them"
             kind, helps, code = "blocked key", retry, "dead-messages"
@@ -540,8 +541,8 @@ class _Saying:
             case "leased":
                 yield _say(
                     "leased",
-                    f"A relay has leased it until {self.when(message.lease_until)} and is sending it. If that relay "
-                    "died, another one sends it after that time, under the same id.",
+                    f"A relay is sending it, leased until {self.when(message.lease_until)}. If that relay is gone, "
+                    "another one sends it then, under the same id.",
                 )
             case "failed":
                 yield _say(

@@ -34,7 +34,7 @@ Severity = Literal["error", "warning", "note"]
 #: The worst first.
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
-#: Every code: an error breaks a promise or stops work, a warning will, a note is good to know.
+#: Every code: an error breaks a promise or stops work, a warning will, a note is informational.
 CODES: dict[str, Severity] = {
     # the tables
     "schema-missing": "error",
@@ -113,7 +113,7 @@ CODES: dict[str, Severity] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, or good to know.
+    """One thing that is wrong, or worth knowing.
 
     Args:
         code: a key of `CODES`.

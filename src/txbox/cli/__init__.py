@@ -250,7 +250,7 @@ def common() -> argparse.ArgumentParser:
     option("--app", metavar="MODULE:APP", help="your App, such as shop:app (default: TXBOX_APP)")
     option(
         "--database", metavar="URL",
-        help="its database, if no handler is needed (default: TXBOX_DATABASE_URL, which shows no password in `ps`)",
+        help="its database, if no handler is needed (default: $TXBOX_DATABASE_URL, which keeps passwords out of `ps`)",
     )  # fmt: skip
     option("--schema", metavar="NAME", help="with --database: the PostgreSQL schema of the tables")
     text = "print JSON instead of text and tables"

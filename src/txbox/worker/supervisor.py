@@ -79,7 +79,7 @@ def draining_on_signals(
             ends.get(timeout=max(0.0, end - last_s(grace_s) / 2 - time.monotonic()))
         except Empty:
             what = ", ".join(awaited()) or "something hangs"
-            _cut_off(f"The drain was cut off after its grace of {grace_s:g} s: {what}.")
+            _cut_off(f"The grace period of {grace_s:g} s ended with {what}.")
 
     _nowhere()
     # made beforehand: a signal handler must not start threads

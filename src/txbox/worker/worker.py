@@ -467,8 +467,10 @@ class Worker:
             if left:
                 over = not self._left_s(last_s(self._grace_s))
                 _log.error(
-                    "The drain was cut off%s: %s. What was not settled is delivered again.",
-                    f" after its grace of {self._grace_s:g} s" if over else "",
+                    "%s %s. What was not settled is delivered again.",
+                    f"The grace period of {self._grace_s:g} s ended with"
+                    if over
+                    else "The drain was cut off:",
                     ", ".join(left),
                 )
             return 1 if left else 0

@@ -368,7 +368,7 @@ async def pooler(case: Case) -> AsyncIterator[Finding]:
             shared, mixed = await _shared(case, first, second)
     except StoreUnavailable as error:
         case.diagnosis.not_checked(
-            "whether a pooler is between", f"it takes two connections at a time: {error}"
+            "whether a pooler is between", f"this needs two connections at a time: {error}"
         )
         return
     if not shared:

@@ -26,7 +26,7 @@
     const buttons = [...form.querySelectorAll("button[value$=' selected']")];
     const count = () => {
       const n = boxes.filter((box) => box.checked).length;
-      buttons.forEach((button) => { button.disabled = !n; button.textContent = button.textContent.replace(/ (chosen|\d+)…$/, n ? ` ${n}…` : " chosen…"); });
+      buttons.forEach((button) => { button.disabled = !n; button.textContent = button.textContent.replace(/ (selected|\d+)…$/, n ? ` ${n}…` : " selected…"); });
       const all = head && head.querySelector("input"); if (all) { all.checked = n > 0 && n === boxes.length; all.indeterminate = n > 0 && n < boxes.length; }
     };
     if (head && boxes.length && !head.querySelector("input")) {
