@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import workload
-from tests.chaos.brokers import BrokerServer
+from tests.chaos.brokers import BrokerServer, patiently
 from tests.chaos.checker import Checked, check, keys_of, text
 from tests.chaos.databases import DATABASES, Database
 from tests.chaos.journal import Journal, facts
 from tests.chaos.nemesis import Nemesis
 from tests.chaos.workload import Plan
 from tests.support.databases import Raw
-from tests.support.servers import ServerError
 from tests.support.waiting import DEADLINE_S
 from txbox import App
 from txbox.admin import Admin
@@ -169,15 +168,8 @@ class Run:
 
     def heal(self) -> None:
         """Start the servers that did not come back in time, when the machine was too busy."""
-        for start in (self.database.heal, self.broker.server.start):
-            for is_last in (False, False, True):
-                try:
-                    start()
-                except ServerError:
-                    if is_last:
-                        raise
-                else:
-                    break
+        patiently(self.database.heal)
+        patiently(self.broker.server.start)
 
     @property
     def stopped(self) -> bool:
