@@ -223,7 +223,7 @@ class Connection(ABC):
         raise NotImplementedError
 
     def usable(self) -> bool:
-        """Whether an idle connection may be used here: it belongs to this event loop, and nobody else uses it."""
+        """Whether an idle connection may be used here: it is this loop's, and nobody uses it or has begun on it."""
         return not self.lost
 
     def left(self) -> bool:

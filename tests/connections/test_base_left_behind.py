@@ -13,9 +13,9 @@ import psycopg
 import pymysql
 import pytest
 
-from tests.connections.test_base_conformance import balance, every
-from tests.connections.test_base_processing import Service, row
-from tests.support.connections import Given
+from tests.connections.test_base_conformance import balance, consumer, every
+from tests.connections.test_base_processing import Service, app_of, row
+from tests.support.connections import Given, do
 from tests.support.databases import Raw
 from tests.support.shop import CONSUMER, TOPIC, Shop, add_effect, opened, paid
 from tests.support.waiting import DEADLINE_S, eventually
@@ -298,3 +298,72 @@ def test_asyncpg_cancels_what_is_left_behind(postgresql_url: str) -> None:
 
         assert asyncio.run(main()) is Outcome.FAILED
         assert not holder.value(_WAITING)
+
+
+@every()
+def test_what_is_written_behind_a_transaction_is_not_in_the_next_one(
+    given: Given, db: Raw, number: int
+) -> None:
+    """By a task that a handler left behind. Where a statement commits by itself, it has done so by then."""
+    family, kept = given.kind.family, list[Any]()
+    app = app_of(given)
+
+    def handle(_message: Message[Any], tx: Any) -> None:
+        kept.append(tx)
+
+    async def handle_async(_message: Message[Any], tx: Any) -> None:
+        kept.append(tx)
+
+    register: Any = app.handler("t", consumer=consumer(number))
+    register(handle_async if given.kind.is_async else handle)
+
+    def process(name: str) -> Outcome:
+        message: Message[Any] = Message(id=name, topic="t", payload=b"{}")
+        outcome: Outcome = (
+            given.wait(app.process_async(message)) if given.kind.is_async else app.process(message)
+        )
+        return outcome
+
+    assert process("first") is Outcome.PROCESSED
+    with suppress(Exception):
+        given.wait(do(family, kept[0], f"INSERT INTO account (id, balance) VALUES ({number}, 1)"))
+    committed = balance(db, number)
+    # whichever connection it gets
+    for name in ("second", "third", "fourth"):
+        assert process(name) is Outcome.PROCESSED
+    if given.kind.is_async:
+        given.wait(app.close_async())
+    else:
+        app.close()
+    assert balance(db, number) == committed
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "postgresql+asyncpg"])
+def test_what_is_set_behind_a_transaction_does_not_reach_the_next_one(
+    postgresql_url: str, scheme: str
+) -> None:
+    seen: list[str] = []
+
+    async def main() -> None:
+        async with App(postgresql_url.replace("postgresql", scheme, 1)) as app:
+
+            @app.handler(TOPIC, consumer=CONSUMER)
+            async def handle(_message: Message[Any], tx: Any) -> None:
+                kept.append(tx)
+                asked = "SELECT current_setting('statement_timeout')"
+                if scheme == "postgresql":
+                    seen.append((await (await tx.execute(asked)).fetchone())[0])
+                else:
+                    seen.append(await tx.fetchval(asked))
+
+            kept: list[Any] = []
+            await app.process_async(paid("a"))
+            if scheme == "postgresql":
+                await kept[0].set_autocommit(True)
+            await kept[0].execute("SET statement_timeout = '77s'")
+            if scheme == "postgresql":
+                await kept[0].set_autocommit(False)
+            await app.process_async(paid("b"))
+
+    asyncio.run(main())
+    assert seen == ["0", "0"]

@@ -211,6 +211,33 @@ def test_on_commit_hooks_run_once_after_the_commit_and_cannot_undo_it(
     assert any("on_commit" in record.getMessage() for record in caplog.records)
 
 
+@every_product
+def test_on_commit_hooks_may_send_and_process(
+    product: str, shared_url: Callable[[str], str], number: int
+) -> None:
+    # closed whenever it is given back, by default
+    with configured(shared_url(product), CONN_MAX_AGE=0) as alias:
+        app = App(django=alias)
+        done: list[Any] = []
+
+        def follow() -> None:
+            app.send(message("3"))
+            done.append(app.process(message("2")))
+
+        @app.handler("t", consumer=f"d{number}")
+        def handle(message: Message[Any], tx: Any) -> None:
+            insert(tx, number + int(message.id or 0))
+            if message.id == "1":
+                transaction.on_commit(follow, using=alias)
+
+        assert app.process(message("1")) is Outcome.PROCESSED
+        assert app.process(message("4")) is Outcome.PROCESSED
+        assert not connections[alias].execute_wrappers
+    assert done == [Outcome.PROCESSED]
+    assert ids(shared_url(product), number) == [1, 2, 4]
+    assert statuses(shared_url(product), f"d{number}").count("processed") == 3
+
+
 @pytest.mark.parametrize("product", names("postgresql", "sqlite"))
 def test_a_rehearsal_leaves_nothing(
     product: str, alias: str, shared_url: Callable[[str], str], number: int
@@ -274,6 +301,30 @@ def test_a_handler_that_closes_its_connection_persists_nothing(
 
 
 # -- connections ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("product", names("postgresql"))
+def test_a_lost_connection_of_another_alias_costs_one_attempt(
+    product: str, alias: str, shared_url: Callable[[str], str], number: int
+) -> None:
+    """Of requests Django closes it between two of them; a worker's thread has none."""
+    app = App(django=alias)
+    other = f"{alias}_other"
+    connections.databases[other] = connections.databases[alias]
+
+    @app.handler("t", consumer=f"d{number}")
+    def handle(_message: Message[Any], tx: Any) -> None:
+        with connections[other].cursor() as cursor:
+            cursor.execute("SELECT 1")
+
+    try:
+        assert app.process(message("1")) is Outcome.PROCESSED
+        connections[other].connection.pgconn.finish()
+        assert app.process(message("2")) is Outcome.FAILED
+        assert app.process(message("3")) is Outcome.PROCESSED
+    finally:
+        connections[other].close()
+        del connections[other], connections.databases[other]
 
 
 @every_product

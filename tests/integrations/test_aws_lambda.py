@@ -144,6 +144,19 @@ def test_the_rest_of_a_group_comes_again_in_its_order(app: App, rows: Rows) -> N
     assert rows("SELECT message FROM booking") == written
 
 
+def test_a_failure_holds_its_group_if_the_handler_is_ordered(app: App, rows: Rows) -> None:
+    @app.handler("orders", consumer="ordered", ordered=True)
+    def run(message: Message[bytes], tx: sqlite3.Connection) -> None:
+        raise ValueError
+
+    records = [of_sqs(1, group="g"), of_sqs(2, group="g")]
+    assert sqs(app, {"Records": records}, consumer="ordered") == again()
+    assert rows("SELECT message_id, status, attempts FROM txbox_inbox ORDER BY 1") == [
+        ("o-1", "failed", 1),
+        ("o-2", "pending", 0),
+    ]
+
+
 def test_while_the_database_is_away_it_is_asked_once(app: App) -> None:
     with Held(app, away=True) as held:
         assert sqs(app, {"Records": [of_sqs(1), of_sqs(2), of_sqs(3)]}) == again(1, 2, 3)
@@ -185,8 +198,11 @@ def test_weak_ids_of_kafka_know_an_earlier_topic_by_its_time(app: App, rows: Row
     first = of_kafka(7, "")
     first["headers"] = []
     later = {**first, "timestamp": first["timestamp"] + 1}
-    for record in (first, first, later):
+    # without a time it would be taken for one of an earlier topic
+    timeless = {**first, "timestamp": -1}
+    for record in (first, first, later, timeless):
         kafka(app, batch(record), consumer="weak")
+    assert len(rows("SELECT * FROM txbox_quarantine")) == 1
     assert rows("SELECT message_id FROM txbox_inbox WHERE consumer = 'weak' ORDER BY 1") == [
         ("weak:kafka/orders/0/7@1545084650987",),
         ("weak:kafka/orders/0/7@1545084650988",),

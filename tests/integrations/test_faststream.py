@@ -14,20 +14,21 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import pytest
 from aiokafka import ConsumerRecord
 from confluent_kafka import Producer
-from faststream import AckPolicy, Context
+from faststream import AckPolicy, BaseMiddleware, Context, ExceptionMiddleware, StreamMessage
 from faststream.confluent import KafkaBroker as ConfluentBroker
 from faststream.confluent.message import KafkaMessage as ConfluentMessage
 from faststream.exceptions import RejectMessage
 from faststream.kafka import KafkaBroker, TestKafkaBroker
 from faststream.kafka.annotations import KafkaMessage
 from faststream.kafka.message import KafkaAckableMessage
+from faststream.message import AckStatus
 from faststream.nats import NatsBroker
-from faststream.rabbit import QueueType, RabbitBroker, RabbitQueue, TestRabbitBroker
+from faststream.rabbit import QueueType, RabbitBroker, RabbitMessage, RabbitQueue, TestRabbitBroker
 from faststream.redis import RedisBroker, StreamSub
 from nats.js.api import AckPolicy as NatsAck
 from nats.js.api import ConsumerConfig, DeliverPolicy
@@ -216,6 +217,59 @@ def test_reject_message_is_a_dead_letter(app: App, rows: Rows) -> None:
     delivered(ledger, "p-1")
     assert rows(STATUSES) == [("p-1", "dead")]
     assert rows("SELECT count(*) FROM ledger") == [(0,)]
+
+
+class Seen(BaseMiddleware[Any, Any]):
+    """Keeps the messages that it lets through."""
+
+    messages: ClassVar[list[StreamMessage[Any]]] = []
+
+    async def consume_scope(self, call_next: Any, msg: StreamMessage[Any]) -> Any:
+        self.messages.append(msg)
+        return await call_next(msg)
+
+
+@pytest.mark.parametrize("publish", [False, True])
+def test_a_middleware_that_handles_exceptions_does_not_have_a_message_acknowledged(
+    app: App, rows: Rows, publish: bool
+) -> None:
+    """The database was away, and FastStream would take a handled exception for success."""
+    handles = ExceptionMiddleware()
+    handles.add_handler(Exception, publish=publish)(lambda: "handled")  # type: ignore[call-overload]
+    inbox = FastStreamInbox(app)
+    broker = RabbitBroker("amqp://nowhere/", middlewares=[handles, Seen, inbox])
+    service = Service(app, broker, inbox)
+    service.ledger(broker.subscriber("payments", ack_policy=SAFE))
+    Seen.messages.clear()
+
+    async def away(*_: object, **__: object) -> Outcome:
+        raise StoreUnavailable("it is away")
+
+    vars(app)["process_async"] = away
+    delivered(service, "p-1")
+    assert [each.committed for each in Seen.messages] == [AckStatus.NACKED]
+
+
+def test_a_middleware_that_hides_the_functions_failure_is_refused(app: App, rows: Rows) -> None:
+    inbox = FastStreamInbox(app)
+    broker = RabbitBroker("amqp://nowhere/", middlewares=[inbox, ExceptionMiddleware()])
+    with pytest.raises(ConfigurationError, match="list it before the inbox"):
+        Service(app, broker, inbox).ledger(broker.subscriber("payments", ack_policy=SAFE))
+
+
+def test_a_function_that_acknowledges_fails(app: App, rows: Rows) -> None:
+    """That would be before the commit."""
+    service = rabbit(app)
+
+    @service.inbox.handler("payments", consumer="ledger", reject_on=(ConfigurationError,))
+    @service.broker.subscriber("payments", ack_policy=SAFE)
+    async def book(payment: dict[str, int], tx: Tx, message: RabbitMessage) -> None:
+        await tx.execute("INSERT INTO ledger VALUES (?)", (payment["amount"],))
+        await message.ack()
+
+    delivered(service, "p-1")
+    assert rows("SELECT * FROM ledger") == []
+    assert rows(STATUSES) == [("p-1", "dead")]
 
 
 def test_other_subscribers_of_the_broker_are_left_alone(app: App, rows: Rows) -> None:

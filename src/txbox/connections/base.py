@@ -267,6 +267,7 @@ class Pool(ConnectionSource, ABC, Generic[C]):
         if not connection.lost:
             connection.restore()
             if not connection.stained or await connection.reset():
+                connection.changed = None
                 with self._lock:
                     if len(self._idle) < self._kept:
                         self._idle.append(connection)
@@ -285,7 +286,8 @@ class Pool(ConnectionSource, ABC, Generic[C]):
         with self._lock:
             while self._idle:
                 connection = self._idle.pop()
-                if connection.usable():
+                # a task that a handler left behind may have used it, or set something, since
+                if connection.usable() and not connection.stained:
                     return connection
                 connection.discard()
         return None

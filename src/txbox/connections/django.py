@@ -102,6 +102,7 @@ class _Connections(ConnectionSource):
             _check_autocommit(wrapper)
             # as at the start of a request: an error or CONN_MAX_AGE may have ended this connection
             wrapper.close_if_unusable_or_obsolete()
+            _close_broken()
         try:
             # done here, so that a failure is known to be the connection's
             wrapper.ensure_connection()
@@ -444,6 +445,17 @@ def _dialect_of(wrapper: Any, schema: str | None) -> Dialect:
 def _begins_deferred(wrapper: Any) -> bool:
     # the mode is a setting since Django 5.1
     return (getattr(wrapper, "transaction_mode", None) or "DEFERRED").upper() == "DEFERRED"
+
+
+def _close_broken() -> None:
+    """Close those of other aliases that an error has ended; Django does so between requests only.
+
+    No others: a caller may be reading from one, or be in a transaction that it began by hand.
+    """
+    for each in connections.all(initialized_only=True):
+        broken = each.errors_occurred and each.connection is not None
+        if broken and each.autocommit == each.settings_dict["AUTOCOMMIT"]:
+            each.close_if_unusable_or_obsolete()
 
 
 def _executed(wrapper: Any, statement: Statement) -> Result:

@@ -106,12 +106,7 @@ class ExclusiveUse:
 
     def taken(self) -> bool:
         """Whether anybody else uses it, has used it or began a transaction on it; does not wait."""
-        raw = self._connection
-        return (
-            self.met
-            or raw.lock.locked()
-            or int(raw.pgconn.transaction_status) not in (_IDLE, _UNKNOWN)
-        )
+        return self.met or in_use(self._connection)
 
     def wait(self, steps: Generator[Wait, Ready, R]) -> R:
         raw = self._connection
@@ -167,6 +162,11 @@ class ExclusiveUse:
                 await asyncio.to_thread(self._connection.cancel)
             if await acquired(lock):
                 lock.release()
+
+
+def in_use(raw: Any) -> bool:
+    """Whether somebody uses a connection just now, or has begun a transaction on it; not so if it is lost."""
+    return raw.lock.locked() or int(raw.pgconn.transaction_status) not in (_IDLE, _UNKNOWN)
 
 
 async def close_idle(pool: Any, count: int, *, is_async: bool) -> None:

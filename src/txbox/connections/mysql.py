@@ -292,7 +292,9 @@ class MysqlConnection(Connection):
 
     def usable(self) -> bool:
         ours = self._loop is None or self._loop is asyncio.get_running_loop()
-        return ours and not self.lost and not self.native.met
+        # BEGIN would commit what somebody has begun since
+        begun = self.native.server_status & SERVER_STATUS.SERVER_STATUS_IN_TRANS
+        return ours and not self.lost and not self.native.met and not begun
 
     def restore(self) -> None:
         if self._cursors is None:

@@ -49,6 +49,7 @@ from txbox.connections.libpq import (
     close_idle,
     defer,
     deferring_of,
+    in_use,
     nothing,
     plain_cursor,
     reset,
@@ -150,7 +151,10 @@ class _Connections(Pool["PsycopgConnection"]):
         if self._distrusted:
             distrusted, self._distrusted = self._distrusted, 0
             await close_idle(self._pool, distrusted, is_async=self.is_async)
-        raw = await self._connected(self._pool.getconn)
+        while in_use(raw := await self._connected(self._pool.getconn)):
+            # a task that somebody left behind has begun a transaction, which would be part of the next one
+            raw.pgconn.finish()
+            await self._put_back(raw)
         known = self._known.get(raw)
         if known is None:
             # in the place of one that the pool has closed, usually
@@ -160,9 +164,7 @@ class _Connections(Pool["PsycopgConnection"]):
             try:
                 check_session(raw)
             except ConfigurationError:
-                returned = self._pool.putconn(raw)
-                if self.is_async:
-                    await returned
+                await self._put_back(raw)
                 raise
             known = PsycopgConnection(raw, database, self._pool)
             self._known[raw] = known
@@ -189,9 +191,12 @@ class _Connections(Pool["PsycopgConnection"]):
             connection.discard()
         else:
             await connection.give_back()
-            returned = self._pool.putconn(connection.native)
-            if self.is_async:
-                await returned
+            await self._put_back(connection.native)
+
+    async def _put_back(self, raw: Any) -> None:
+        returned = self._pool.putconn(raw)
+        if self.is_async:
+            await returned
 
     async def _opened(self) -> PsycopgConnection:
         database = self._database

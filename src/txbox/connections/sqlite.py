@@ -280,6 +280,9 @@ class SqliteConnection(Connection):
     def lost(self) -> bool:
         return self._discarded or _closed(self._raw)
 
+    def usable(self) -> bool:
+        return not self.lost and not self._raw.in_transaction
+
     def translate(self, error: BaseException) -> StoreError | None:
         if not isinstance(error, sqlite3.Error):
             return None

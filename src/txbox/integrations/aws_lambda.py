@@ -23,6 +23,8 @@ from txbox.session import drive
 
 Event = Mapping[str, Any]
 
+_NO_TIME = -1  # Kafka's, of a record without a timestamp
+
 
 class BatchUnsettled(BrokerError):
     """Raised for Lambda, so that it delivers a batch again: some of it is not in the database."""
@@ -157,6 +159,8 @@ def _of_kafka(record: Event, cluster: str) -> Delivery:
     value, key, stored_ms = record.get("value"), record.get("key"), record.get("timestamp")
     # an event has no id of the topic: the time tells a record from that of an earlier topic of this name
     place = f"{record['topic']}/{record['partition']}/{record['offset']}"
+    if stored_ms == _NO_TIME:
+        stored_ms = None
     weak = {} if stored_ms is None else {"weak_id": f"{cluster}/{place}@{stored_ms}"}
     headers = [
         (name, None if content is None else bytes(octet & 0xFF for octet in content))

@@ -17,14 +17,15 @@ This module uses a few private attributes of FastStream, so the extra pins the m
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, Unpack, cast
 
-from faststream import AckPolicy, BaseMiddleware, StreamMessage
+from faststream import AckPolicy, BaseMiddleware, ExceptionMiddleware, StreamMessage
 from faststream.exceptions import AckMessage, NackMessage, RejectMessage
 
 from txbox.app import App
@@ -109,7 +110,8 @@ class FastStreamInbox:
 
         Raises:
             ConfigurationError: the subscription cannot deliver again, or its acknowledgement policy may lose messages;
-                a publisher is stacked; the subscriber takes batches or has filters.
+                a publisher is stacked; the subscriber takes batches or has filters; an ExceptionMiddleware is listed
+                behind the inbox.
         """
 
         def register(wrapper: Wrapper) -> Wrapper:
@@ -163,14 +165,13 @@ class FastStreamInbox:
                 message_of(message, consumer.topic), consumer=consumer.name
             )
         except Exception:
-            if manual:
-                await message.nack()
+            # whatever the policy: another middleware may swallow this, and FastStream would acknowledge
+            await message.nack()
             raise
         finally:
             _delivery.reset(token)
         if not outcome.settles:
-            if manual:
-                await message.nack()
+            await message.nack()
             raise NackMessage
         if manual:
             await message.ack()
@@ -205,13 +206,31 @@ class FastStreamInbox:
             if delivery is None:
                 return await _retry(consumer, message, tx, context)
             await _decoded(delivery.message)
-            with context.scope(TX, tx):
+            with context.scope(TX, tx), _unacknowledged(delivery.message, consumer.name):
                 delivery.returned = await delivery.call_next(delivery.message)
                 return delivery.returned
         except AckMessage:
             return None  # the function wants it acknowledged
         except RejectMessage as error:
             raise Reject("the function raised RejectMessage") from error
+
+
+@contextmanager
+def _unacknowledged(message: StreamMessage[Any], name: str) -> Generator[None]:
+    """Refuse what the function acknowledges itself: that would be before the commit."""
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise ConfigurationError(
+            f"{name}: the inbox acknowledges after the commit: leave it out, or raise AckMessage or RejectMessage."
+        )
+
+    verbs = ("ack", "nack", "reject")
+    vars(message).update(dict.fromkeys(verbs, refuse))
+    try:
+        yield
+    finally:
+        for verb in verbs:
+            vars(message).pop(verb, None)
 
 
 class _Middleware(BaseMiddleware[Any, Any]):
@@ -295,6 +314,16 @@ def _check(consumer: _Consumer) -> None:
             f"{name}: a stacked publisher sends after the commit, or never: stage the message in the function "
             "(app.outbox.stage_async), or give @inbox.handler a reply_to= topic."
         )
+    middlewares: Sequence[Any] = subscriber._broker_middlewares  # noqa: SLF001
+    inside = False
+    for each in middlewares:
+        if isinstance(each, FastStreamInbox):
+            inside = True
+        elif inside and isinstance(each, ExceptionMiddleware):
+            raise ConfigurationError(
+                f"{name}: an ExceptionMiddleware behind the inbox hides the function's failure, and what it had "
+                "written would be committed: list it before the inbox."
+            )
     if "batch" in type(subscriber).__name__.lower():
         raise ConfigurationError(
             f"{name}: an inbox takes one message, not a batch: subscribe without batch=True."
