@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.phases import backlog, calls, failures, lanes, latency, stored
+from benchmarks.phases import backlog, calls, failures, lanes, latency, stored, webhooks
 from benchmarks.setting import Setting
 
 # one line a phase
@@ -24,5 +24,6 @@ PHASES: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "P19": calls.p19,
     "P20": calls.p20,
     "P22": lanes.p22,
+    "P23": webhooks.p23,
     "SNAPSHOT": stored.snapshot,
 }

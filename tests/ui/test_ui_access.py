@@ -496,6 +496,31 @@ def test_streams_that_are_opened_at_once_are_bounded(app: App) -> None:
     dashboard.close()
 
 
+def test_who_opens_too_many_streams_is_told(app: App, serve: Serve) -> None:
+    """150 real connections at once: none is closed without an answer, and pages come as before."""
+    browser = serve(app)
+    cookies = "; ".join(f"{name}={value}" for name, value in browser.cookies.items())
+    head = f"GET /live HTTP/1.1\r\nHost: localhost\r\nCookie: {cookies}\r\n\r\n".encode()
+
+    async def opened() -> tuple[bytes, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", browser.port)
+        writer.write(head)
+        try:
+            return (await reader.readline()).split()[1], writer
+        except (ConnectionError, IndexError) as error:
+            return type(error).__name__.encode(), writer
+
+    async def open_all() -> Counter[bytes]:
+        async with asyncio.timeout(DEADLINE_S):
+            answers = await asyncio.gather(*(opened() for _ in range(150)))
+        assert (await asyncio.to_thread(browser.get, "/")).status == 200
+        for _, writer in answers:
+            writer.close()
+        return Counter(status for status, _ in answers)
+
+    assert asyncio.run(open_all()) == {b"200": 32, b"503": 118}
+
+
 def test_logins_without_a_body_keep_nobody_out(app: App, serve: Serve) -> None:
     """Heads of POST /login whose bodies never come, more than are read at once: others get their pages."""
     browser = serve(app)

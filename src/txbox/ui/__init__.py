@@ -320,7 +320,8 @@ class Dashboard:
     def _live(self, request: Request) -> Response:
         """Server-sent events: one whenever the overview or an operation has changed."""
         if self._streams >= _STREAMS_MAX:
-            raise Refused(503, "Too many pages are being kept up to date.", {"retry-after": "30"})
+            later = {"retry-after": "30", "connection": "close"}
+            raise Refused(503, "Too many pages are being kept up to date.", later)
         # here, not when the stream begins: several may be opened before the first one does
         self._streams += 1
         return StreamingResponse(self._events(request), media_type="text/event-stream")

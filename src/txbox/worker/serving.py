@@ -277,8 +277,8 @@ PROBES = Bounds(
 # a Webhook bounds what is at work itself, and the worker's grace bounds the drain
 WEBHOOKS = Bounds(head_s=5, head_bytes=64 * 1024, answer_s=5, waiting_max=256)
 # a Dashboard bounds what is read and what is at work itself. Browsers keep connections open between pages, and one for
-# each that is kept up to date
-DASHBOARD = Bounds(head_s=15, head_bytes=64 * 1024, answer_s=15, waiting_max=64, drain_s=2)
+# each that is kept up to date: who comes with many at once gets 503 for some, and none is closed before it is read
+DASHBOARD = Bounds(head_s=15, head_bytes=64 * 1024, answer_s=15, waiting_max=256, drain_s=2)
 
 
 class Served(Protocol):
