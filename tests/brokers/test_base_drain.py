@@ -73,8 +73,20 @@ class Run:
         """Send SIGTERM; returns the seconds until the process ended, and its exit status."""
         asked = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(DEADLINE_S)
+        try:
+            code = self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"It did not end: {self._threads()}, {self.lines}")
         return time.monotonic() - asked, code
+
+    def _threads(self) -> list[str]:
+        """What the kernel says of the process and its threads: their states, and the signals that wait."""
+        wanted = ("Name", "State", "SigPnd", "ShdPnd", "SigBlk", "SigCgt")
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        return [
+            " ".join(line for line in status.read_text().splitlines() if line.startswith(wanted))
+            for status in sorted(tasks.glob("*/status"))
+        ]
 
     def __enter__(self) -> Self:
         return self

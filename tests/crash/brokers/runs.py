@@ -33,6 +33,15 @@ from txbox import session
 from txbox.testing import kill_at
 
 WITHIN_S = DEADLINE_S
+# a machine that is busy is slow, but something is done all the time; a run that never gets quiet ends with it
+_MOST_S = 5 * WITHIN_S
+_LOOK_S = 2.0
+#: Each grows to the number of messages at most, however often they are received or tried.
+_DONE = """
+    SELECT (SELECT count(*) FROM ledger), (SELECT count(*) FROM txbox_inbox),
+           (SELECT count(*) FROM txbox_inbox WHERE status IN ('processed', 'dead')),
+           (SELECT count(*) FROM txbox_quarantine)
+"""
 _TRIES = 4
 _ROUNDS = 6
 #: passed only when work takes longer than a third of a lease
@@ -175,10 +184,17 @@ class Run:
             os._exit(status)
 
     def ended(self, pid: int, within_s: float = WITHIN_S) -> int:
-        """The exit status, negative for the signal that ended it; what takes too long is an error."""
-        deadline = time.monotonic() + within_s
+        """The exit status, negative for the signal that ended it; what does nothing more for too long is an error."""
+        began = time.monotonic()
+        deadline, look_at = began + within_s, began + _LOOK_S
+        done: list[tuple[int, ...]] = []
         pause_s = 0.001
         while True:
+            if time.monotonic() > look_at:
+                before, done = done, self._done()
+                look_at = time.monotonic() + _LOOK_S
+                if done != before:
+                    deadline = min(look_at + within_s, began + max(_MOST_S, within_s))
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 code = os.waitstatus_to_exitcode(status)
@@ -187,12 +203,18 @@ class Run:
                     self.job.note(f"error exit status {code}")
                 return code
             if time.monotonic() > deadline:
-                self.job.note(f"error not quiet after {within_s:g} s")
+                took_s = time.monotonic() - began
+                self.job.note(f"error not quiet after {took_s:.0f} s, {within_s:g} s of it idle")
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 return 70
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, 0.05)
+
+    def _done(self) -> list[tuple[int, ...]]:
+        """How much is done, as far as the tables show it."""
+        with Raw(self.job.database_url) as raw:
+            return raw.rows(_DONE)
 
     def apart(self, call: Callable[[], object]) -> None:
         """Do something with a client in a process of its own."""
