@@ -15,6 +15,7 @@ from tests.connections.test_base_processing import app_of
 from tests.support.connections import KINDS, Given, do
 from tests.support.databases import Raw
 from txbox import App, Message, Outcome, session
+from txbox.connections.settings import Settings
 from txbox.events import Event, HandlerRunsAlone
 from txbox.processing.intake import Leasing
 from txbox.session import drive, drive_async
@@ -239,7 +240,34 @@ def test_sharing_is_asked_for_by_name(given: Given, seen: Raw, number: int) -> N
 
 # what one message does, what the next one asks, and what it must get
 OTHERS = {
+    "postgresql": [
+        ("LISTEN tenants", "SELECT count(*) FROM pg_listening_channels()"),
+        (
+            "SELECT pg_advisory_lock(4711)",
+            "SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND objid = 4711",
+        ),
+        (
+            "DECLARE kept NO SCROLL CURSOR WITH HOLD FOR SELECT 1",
+            "SELECT count(*) FROM pg_cursors WHERE is_holdable",
+        ),
+        (
+            "UPDATE pg_settings SET setting = '5555' WHERE name = 'work_mem'",
+            "SELECT current_setting('work_mem')",
+        ),
+        ("SELECT 1 AS n INTO TEMPORARY tenant", "SELECT to_regclass('pg_temp.tenant')::text"),
+        ("CREATE TABLE pg_temp.tenant (n int)", "SELECT to_regclass('pg_temp.tenant')::text"),
+        (
+            "CREATE OR REPLACE TEMP VIEW tenant AS SELECT 1",
+            "SELECT to_regclass('pg_temp.tenant')::text",
+        ),
+        ("DEALLOCATE ALL", "SELECT 1"),
+    ],
     "mysql": [
+        (
+            "SELECT GET_LOCK('txbox-tenant', 0)",
+            "SELECT IS_USED_LOCK('txbox-tenant') = CONNECTION_ID()",
+        ),
+        ("CALL settings_out(@tenant)", "SELECT @tenant"),
         ("SET @tenant = 'A'", "SELECT @tenant"),
         ("SELECT @tenant := 'A'", "SELECT @tenant"),
         ("SELECT 'A' INTO @tenant", "SELECT @tenant"),
@@ -255,9 +283,20 @@ OTHERS = {
         ("PRAGMA defer_foreign_keys = ON", "PRAGMA defer_foreign_keys"),
         ("PRAGMA case_sensitive_like = ON", "SELECT 'a' LIKE 'A'"),
         ("CREATE TEMP TABLE tenant AS SELECT 'A'", "SELECT count(*) FROM sqlite_temp_master"),
+        (
+            "CREATE TABLE IF NOT EXISTS temp.tenant AS SELECT 'A'",
+            "SELECT count(*) FROM sqlite_temp_master",
+        ),
     ],
 }
+# a server that is MariaDB has these as well
+MARIADB_ONLY = [
+    ("BEGIN NOT ATOMIC SET @tenant = 'A'; END", "SELECT @tenant"),
+    ("EXECUTE IMMEDIATE 'SET @tenant = 1'", "SELECT @tenant"),
+]
 MYSQL_OBJECTS = (
+    "DROP PROCEDURE IF EXISTS settings_out",
+    "CREATE PROCEDURE settings_out(OUT name text) SELECT 'A' INTO name",
     "CREATE TABLE IF NOT EXISTS settings_tenancy (n int)",
     "DROP FUNCTION IF EXISTS settings_enter",
     "CREATE FUNCTION settings_enter(name text) RETURNS int NO SQL BEGIN SET @tenant = name; RETURN 1; END",
@@ -282,6 +321,8 @@ async def fetched(given: Given, tx: Any, sql: str) -> Any:
         else:
             row = cursor.fetchone()
         return row and row[0]
+    if family == "asyncpg":
+        return await tx.fetchval(sql)
     if given.kind.is_async:
         async with tx.cursor() as cursor:
             await cursor.execute(sql)
@@ -331,17 +372,39 @@ class Asks:
         self.given.wait(self.app.close_async()) if self.given.kind.is_async else self.app.close()
 
 
-@every(dialects=("mysql", "sqlite"))
+@every(dialects=("postgresql", "mysql", "sqlite"))
 def test_no_later_message_sees_what_a_message_sets(given: Given, db: Raw, number: int) -> None:
+    if given.kind.pooler:
+        pytest.skip("a pooler lends the server's session to others: docs/howto/pgbouncer.md")
     if given.kind.dialect == "mysql":
         for sql in MYSQL_OBJECTS:
             db.execute(sql)
     asks = Asks(given, number)
-    for n, (sets, asked) in enumerate(OTHERS[given.kind.dialect]):
+    more = MARIADB_ONLY if given.kind.product == "mariadb" else []
+    for n, (sets, asked) in enumerate([*OTHERS[given.kind.dialect], *more]):
         before = asks.process(f"a{number}-{n}", asked)
         asks.process(f"b{number}-{n}", sets)
         assert asks.process(f"c{number}-{n}", asked) == before, sets
     asks.close()
+
+
+QUIET = {
+    "postgresql": [
+        "INSERT INTO temp VALUES (1)", "INSERT INTO temp (n) VALUES (1)", "SELECT pg_advisory_xact_lock(1)",
+        "UPDATE settings SET setting = 1", "SELECT pg_advisory_unlock(1)", "SELECT name FROM pg_settings",
+        "CREATE TABLE temperature (n int)", "DECLARE c CURSOR FOR SELECT 1",
+    ],
+    "mysql": [
+        "CALL book(1, 'a')", "UPDATE locks SET get_lock = 1", "SELECT a AS handler FROM t", "BEGIN", "COMMIT",
+        "SELECT CASE WHEN a THEN 1 ELSE 2 END FROM t",
+    ],
+    "sqlite": ["CREATE TABLE temporary_things (n)", "INSERT INTO t VALUES ('temp.x')"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dialect", "text"), [(d, t) for d, texts in QUIET.items() for t in texts])
+def test_what_only_looks_like_a_setting_runs_with_others(dialect: str, text: str) -> None:
+    assert Settings(dialect).of(text) is None
 
 
 @every(dialects=("sqlite",))

@@ -78,8 +78,23 @@ def _patterns() -> Iterator[Pattern]:
             methods = _used(name, {path: tree} if name.startswith("_") else trees)
             where = f"{path.relative_to(_ROOT)}:{node.lineno}"
             yield Pattern(
-                where, ast.literal_eval(pattern), flags, methods if method == "compile" else frozenset({method})
+                where, _text(pattern, tree), flags, methods if method == "compile" else frozenset({method})
             )  # fmt: skip
+
+
+def _text(pattern: ast.expr, tree: ast.Module) -> str:
+    """A literal, or a sum of literals and of constants of the same module."""
+    if isinstance(pattern, ast.BinOp):
+        return _text(pattern.left, tree) + _text(pattern.right, tree)
+    if isinstance(pattern, ast.Name):
+        (value,) = (
+            node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == pattern.id
+        )
+        return _text(value, tree)
+    text: str = ast.literal_eval(pattern)
+    return text
 
 
 _ALL = list(_patterns())

@@ -27,22 +27,36 @@ _WRITES = re.compile(r"\b(?:insert|update|delete|merge|copy|truncate|replace)\b"
 
 # a word, and whether it is called
 _WORD = re.compile(r"(?P<name>[\w$]++)(?P<called>[\"`]?\s*+\()?")
+# on PostgreSQL at the begin of a statement; functions; and the rest, wherever it stands
+_PG_WORD = (
+    r"(?P<word>set|reset|discard|prepare|deallocate|listen"
+    r"|create\s++(?:or\s++replace\s++)?(?:(?:local|global)\s++)?temp(?:orary)?)\b\s*+(?P<next>\w++)?"
+)
+_PG_REST = (
+    r"|\b(?P<function>set_config|set_limit|pg_(?:try_)?advisory_lock(?:_shared)?)\b(?P<local>\s*+\([^()]*\btrue\s*+\))?"
+    r"|\bdeclare\b[^;]{0,200}?\bwith\s++hold\b"
+    r"|\bupdate\s++(?:only\s++)?(?:pg_catalog\s*+\.\s*+)?pg_settings\b"
+    r"|\bcreate\s[\w\s]{0,60}?\bpg_temp\s*+\."
+    # a table may be called so, too
+    r"|\binto\s++(?:(?:local|global)\s++)?temp(?:orary)?\s++"
+    r"(?!(?:values|select|default|as|overriding|with|using|from|where)\b)[\w\"]"
+)
 _PATTERNS = {
     "postgresql": re.compile(
-        r"(?:\A|;|\$|\b(?:begin|then|else|loop|atomic)\b)\s*+"
-        r"(?P<word>set|reset|discard|prepare|create\s++(?:(?:local|global)\s++)?temp(?:orary)?)\b\s*+(?P<next>\w++)?"
-        r"|\b(?P<function>set_config|set_limit)\b(?P<local>\s*+\([^()]*\btrue\s*+\))?",
-        re.IGNORECASE,
+        r"(?:\A|;|\$|\b(?:begin|then|else|loop|atomic)\b)\s*+" + _PG_WORD + _PG_REST, re.IGNORECASE
     ),
     "mysql": re.compile(
-        r"(?:\A|;|/\*M?!\d*+)\s*+(?P<word>set(?!\s++statement\b)|use|prepare|lock|create\s++temporary)\b"
-        r"|(?P<function>:=|\binto\s++@)",
+        r"(?:\A|;|/\*M?!\d*+|\b(?:atomic|then|else|do|loop)\b)\s*+"
+        r"(?P<word>set(?!\s++statement\b)|use|prepare|lock|flush|handler|execute\s++immediate"
+        r"|create\s++(?:or\s++replace\s++)?temporary)\b"
+        r"|(?P<function>:=|\binto\s++@|\bget_lock(?=\s*+\()|\bcall\b[^;]{0,200}?[(,]\s{0,50}@)",
         re.IGNORECASE,
     ),
     # a pragma without a value, and those with a table's name, only report
     "sqlite": re.compile(
         r"(?:\A|;)\s*+(?P<word>attach\b|detach\b|create\s++temp(?:orary)?\b|pragma\s++(?:\w++\s*+\.\s*+)?"
-        r"(?!table_|index_|foreign_key_|integrity_check|quick_check|wal_checkpoint)\w++\s*+[=(])"
+        r"(?!table_|index_|foreign_key_|integrity_check|quick_check|wal_checkpoint)\w++\s*+[=(]"
+        r"|create\s++(?:table|view|trigger|virtual\s++table)\s++(?:if\s++not\s++exists\s++)?[\"`\[]?temp[\"`\]]?\s*+\.)"
         r"|\b(?P<function>load_extension)\b",
         re.IGNORECASE,
     ),
@@ -50,14 +64,12 @@ _PATTERNS = {
 # the same in the body of a function, where quotes may enclose a statement
 _BODIES = {
     "postgresql": re.compile(
-        r"(?:\A|;|\$|'|\(\"|\b(?:begin|then|else|loop|atomic)\b)\s*+"
-        r"(?P<word>set|reset|discard|prepare|create\s++(?:(?:local|global)\s++)?temp(?:orary)?)\b\s*+(?P<next>\w++)?"
-        r"|\b(?P<function>set_config|set_limit)\b(?P<local>\s*+\([^()]*\btrue\s*+\))?",
+        r"(?:\A|;|\$|'|\(\"|\b(?:begin|then|else|loop|atomic)\b)\s*+" + _PG_WORD + _PG_REST,
         re.IGNORECASE,
     ),
     "mysql": re.compile(
         r"(?P<word>\bset\s++(?:session|local|names|role|transaction|@@)|\bcreate\s++temporary\b|\bprepare\b)"
-        r"|(?P<function>:=|\binto\s++@|(?:\bset|,)\s++@[\w.$]++\s*+=)",
+        r"|(?P<function>:=|\binto\s++@|\bget_lock(?=\s*+\()|(?:\bset|,)\s++@[\w.$]++\s*+=)",
         re.IGNORECASE,
     ),
 }
@@ -69,7 +81,7 @@ def _lasts(match: re.Match[str]) -> Lasts:
     if "local" not in groups:
         return Lasts.CONNECTION
     word, following = (groups[name] or "" for name in ("word", "next"))
-    if word.lower() == "prepare":
+    if word.lower() in ("prepare", "deallocate"):
         return Lasts.CONNECTION
     local = groups["local"] or (
         word.lower() == "set" and following.lower() in ("local", "transaction", "constraints")
