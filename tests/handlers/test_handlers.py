@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +24,7 @@ from txbox import (
     Retry,
     RetryPolicy,
 )
+from txbox.admin import Admin, InboxFilter
 from txbox.brokers.webhook import GitHub, Webhook
 from txbox.policy import RelayPolicy
 
@@ -210,3 +211,38 @@ def test_a_webhook_is_consumed_once_and_brings_no_effects(app: App, tmp_path: Pa
             other.consume(hook)
         with pytest.raises(ConfigurationError, match="those of effects"):
             other.consume(Webhook(topic="effect:mail", verify=GitHub("a secret long enough")))
+
+
+@pytest.mark.parametrize("kind", ["coroutine", "generator", "async_generator"])
+def test_what_a_call_only_promises_is_no_success(app: App, kind: str) -> None:
+    """A decorator or a lambda hides an `async def` or a `yield` from the check at registration."""
+
+    async def promised(_message: Message[Any], _tx: Any) -> None: ...
+    def yields(_message: Message[Any], _tx: Any) -> Iterator[None]:
+        yield
+
+    async def yields_async(_message: Message[Any], _tx: Any) -> AsyncIterator[None]:
+        yield
+
+    hidden = {"coroutine": promised, "generator": yields, "async_generator": yields_async}[kind]
+
+    def handle(message: Message[Any], tx: Any) -> Any:
+        return hidden(message, tx)
+
+    app.handler("orders", consumer="billing")(handle)
+    message = Message(id="1", topic="orders", payload=b"{}")
+    assert app.process(message) is Outcome.FAILED
+    with Admin(app) as admin:
+        (shown,) = admin.show(InboxFilter(consumer="billing", message_id="1"))
+    assert f"returned a {kind}, which nobody runs" in str(shown.error)
+
+
+def test_what_an_async_call_only_promises_is_no_success(app: App) -> None:
+    async def later() -> None: ...
+
+    @app.handler("orders", consumer="billing")
+    async def handle(_message: Message[Any], _tx: Any) -> Any:
+        return later()
+
+    message = Message(id="1", topic="orders", payload=b"{}")
+    assert asyncio.run(app.process_async(message)) is Outcome.FAILED

@@ -6,11 +6,13 @@ import logging
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 import txbox.session
+from tests.support.databases import NewDatabase
 from tests.support.scenario_process import Plan, WorkerProcess
 from tests.support.shop import (
     CONSUMER,
@@ -23,7 +25,7 @@ from tests.support.shop import (
     statuses,
 )
 from tests.support.waiting import DEADLINE_S
-from txbox import App, Message, Outcome
+from txbox import App, Limits, Message, Outcome
 from txbox.events import MessageDuplicate, MessageProcessed, MessageQuarantined, TransactionRetried
 
 PAYLOAD = b'{"cents": 100}'
@@ -193,3 +195,14 @@ def test_rival_that_rolls_back_leaves_the_message_to_the_next(shop: Shop) -> Non
     shop.work()
     assert shop.effects("a") == 1
     assert shop.row("a").status == "processed"
+
+
+def test_a_handler_that_delivers_its_own_message(new_database: NewDatabase) -> None:
+    """It waits for itself no longer than for anybody, and is processed once."""
+    inner: list[Outcome] = []
+    limits = Limits(lock_timeout=timedelta(milliseconds=200))
+    with opened(new_database("postgresql"), limits=limits) as shop:
+        shop.handler(lambda message, _tx: inner.append(shop.app.process(paid(str(message.id)))))
+        assert shop.deliver(paid("a")) is Outcome.PROCESSED
+        assert inner == [Outcome.IN_PROGRESS]
+        assert (shop.calls, shop.effects("a")) == (["a"], 1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from txbox.boundaries import is_from_outside
 from txbox.errors import Fault, HandlerTimeout, StoreError
@@ -25,6 +25,9 @@ class SettingsChanged(Exception):
         super().__init__(change.by)
         self.by = change.by
 
+
+# what a call returns that has not done its work
+_PROMISES = (Awaitable, Generator, AsyncGenerator)
 
 #: Takes the transaction's own object, or None outside of one; async where its session is.
 Call = Callable[[Any], Any]
@@ -96,6 +99,7 @@ def _run(
             if handler.options.transactional
             else handler.function(given)
         )
+        _check_done(answer)
     # inside the call: a result that is not JSON is the handler's failure
     return _kept(answer, run) if handler.options.keep_result else None
 
@@ -110,7 +114,19 @@ async def _run_async(
             if handler.options.transactional
             else handler.function(given)
         )
+        _check_done(answer)
     return _kept(answer, run) if handler.options.keep_result else None
+
+
+def _check_done(answer: Any) -> None:
+    """Check that the call has done its work, and not only promised it: a decorator can hide an `async def`."""
+    if answer is not None and isinstance(answer, _PROMISES):
+        kind = type(cast("object", answer)).__name__
+        if isinstance(answer, Coroutine):
+            answer.close()
+        raise TypeError(
+            f"The handler returned a {kind}, which nobody runs: declare it `async def`, or run it before you return."
+        )
 
 
 def _bound(
