@@ -261,6 +261,10 @@ OTHERS = {
             "SELECT to_regclass('pg_temp.tenant')::text",
         ),
         ("DEALLOCATE ALL", "SELECT 1"),
+        (
+            "SELECT settings_lock()",
+            "SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND objid = 4712",
+        ),
     ],
     "mysql": [
         (
@@ -379,6 +383,11 @@ def test_no_later_message_sees_what_a_message_sets(given: Given, db: Raw, number
     if given.kind.dialect == "mysql":
         for sql in MYSQL_OBJECTS:
             db.execute(sql)
+    if given.kind.dialect == "postgresql":
+        db.execute(
+            "CREATE OR REPLACE FUNCTION settings_lock() RETURNS void LANGUAGE sql"
+            " AS 'SELECT pg_advisory_lock(4712)'"
+        )
     asks = Asks(given, number)
     more = MARIADB_ONLY if given.kind.product == "mariadb" else []
     for n, (sets, asked) in enumerate([*OTHERS[given.kind.dialect], *more]):

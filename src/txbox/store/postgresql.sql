@@ -268,9 +268,9 @@ WITH RECURSIVE body AS MATERIALIZED (
       FROM [foreign_functions]
 ), setter AS (
     SELECT oid, name, body FROM body
-     WHERE body ~* '\m(set|set_config|set_limit|reset|discard|prepare|temp|temporary)\M'
+     WHERE body ~* '\m(set|set_config|set_limit|reset|discard|prepare|deallocate|listen|temp|temporary|hold|pg_settings|pg_(try_){0,1}advisory_lock(_shared){0,1})\M'
        AND CASE WHEN body ~ '--|/\*' THEN regexp_replace(body, '--[^\n]*|/\*([^*]|\*[^/])*\*/', ' ', 'g') || body ELSE body END
-           ~* '\mset_config\M|\mset_limit\M|(^|[;$'']|\("|\m(begin|then|else|loop|atomic)\M)\s*(set|reset|discard|prepare|create\s+((local|global)\s+){0,1}temp(orary){0,1})\M'
+           ~* '\mset_config\M|\mset_limit\M|\mpg_(try_){0,1}advisory_lock(_shared){0,1}\M|\mwith\s+hold\M|\mupdate\s+(pg_catalog\.){0,1}pg_settings\M|(^|[;$'']|\("|\m(begin|then|else|loop|atomic)\M)\s*(set|reset|discard|prepare|deallocate|listen|create\s+((local|global)\s+){0,1}temp(orary){0,1})\M'
      UNION
     SELECT b.oid, b.name, 'RESET ALL'
       FROM setter AS s JOIN body AS b ON b.oid <> s.oid AND strpos(lower(b.body), lower(s.name)) > 0
