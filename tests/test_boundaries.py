@@ -839,6 +839,7 @@ NO_BOUNDARY = {
     ("worker/pump.py", "_run"): "reports the end of a pump",
     ("worker/pump.py", "_end"): "reports the end of a pump",
     ("worker/table.py", "give_back"): "raises again",
+    ("processing/attempt.py", "deliver_one"): "raised again, in the loop",
     ("processing/calls.py", "_call"): "the handler's own failure",
     ("processing/calls.py", "_call_async"): "the handler's own failure",
     ("processing/calls.py", "decode_ahead"): "left to the handler's call",

@@ -357,7 +357,14 @@ def test_a_caller_that_is_cancelled_while_a_file_is_opened_leaves_no_connection(
 
     asyncio.run(cancelled())
     (raw,) = opened
-    assert eventually(lambda: sqlite._closed(raw))
+
+    def closed() -> bool:
+        try:
+            return raw.total_changes < 0
+        except sqlite3.ProgrammingError:
+            return True
+
+    assert eventually(closed)
 
 
 async def _acquired(database: Any) -> Any:

@@ -28,7 +28,7 @@ from txbox import App, Message
 from txbox.handlers import Handler
 from txbox.processing.calls import handled
 from txbox.processing.failure import Recorder
-from txbox.processing.transaction import Claim, End, HandlerTransaction, TransactionResult
+from txbox.processing.transaction import NEW, Claim, End, HandlerTransaction, TransactionResult
 from txbox.session import Session, Statement, at, drive
 from txbox.store import leases
 from txbox.store.codec import Arrival
@@ -75,6 +75,9 @@ def _consume(job: Job) -> None:
 
 class _OwnTransaction(HandlerTransaction):
     """Commits the inbox row first and the handler's writes afterwards."""
+
+    async def once(self, db: Session, handler: Handler, arrival: Arrival) -> TransactionResult:
+        return await self.run(db, handler, [arrival], NEW)
 
     async def run(
         self,

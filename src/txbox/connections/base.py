@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
@@ -750,14 +750,26 @@ def _text_of(cursor: Any, query: Any) -> str:
     return str(query)
 
 
-def telling(kind: Any, told: Callable[[str], None], names: Iterable[str]) -> Any:
-    """Return a subclass whose methods of these names call `told` with the statement before they send it."""
+def telling(
+    kind: Any,
+    told: Callable[[str], None],
+    names: Iterable[str],
+    quiet: Container[str] = frozenset(),
+) -> Any:
+    """Return a subclass whose methods of these names call `told` with the statement before they send it.
+
+    Args:
+        quiet: texts of which it need not hear.
+    """
 
     def method_of(name: str) -> Any:
         send = getattr(kind, name)
 
         def method(self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-            told(query if query.__class__ is str else _text_of(self, query))
+            if query.__class__ is not str:
+                told(_text_of(self, query))
+            elif query not in quiet:
+                told(query)
             return send(self, query, *args, **kwargs)
 
         return method

@@ -609,7 +609,7 @@ class Watched:
     def _told(self, kind: Any) -> Any:
         known = self._classes.get(kind)
         if known is None:
-            known = self._classes[kind] = telling(kind, self.sent, _SENDS)
+            known = self._classes[kind] = telling(kind, self.sent, _SENDS, self.quiet)
         return known
 
     def _lend_adapters(self) -> None:

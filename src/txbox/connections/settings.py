@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from txbox.session import Lasts, SettingChange
@@ -94,26 +94,20 @@ class Settings:
 
     Args:
         dialect: its name.
-        clock: seconds, monotonic.
     """
 
-    def __init__(self, dialect: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, dialect: str) -> None:
         self._pattern, self._body = _PATTERNS[dialect], _BODIES.get(dialect)
-        self._clock = clock
         #: Texts that set nothing, which most are.
         self.quiet: set[str] = set()
         self._texts: dict[str, SettingChange] = {}
         self._rows: Sequence[Sequence[Any]] = ()
         # kind → name → what it sets
         self._named: dict[str, dict[str, SettingChange]] = {}
-        self._read_at: float | None = None
+        #: When the catalogue must be read (again), by `time.monotonic`.
+        self.stale_at = 0.0
 
     # -- what the catalogue says --------------------------------------------------------------
-
-    @property
-    def stale(self) -> bool:
-        """Whether the catalogue must be read (again)."""
-        return self._read_at is None or self._clock() - self._read_at > _READ_EVERY_S
 
     def learn(self, rows: Sequence[Sequence[Any]]) -> None:
         """Take over what the catalogue has.
@@ -122,7 +116,7 @@ class Settings:
             rows: kind, name and body: a function, or a table whose trigger (it must be `written`) or a view whose
                 definition (it need only be `used`) has this body.
         """
-        self._read_at = self._clock()
+        self.stale_at = time.monotonic() + _READ_EVERY_S
         rows = [tuple(map(_text, row)) for row in rows]
         if rows == self._rows:
             return

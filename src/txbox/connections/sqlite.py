@@ -15,6 +15,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from operator import attrgetter
@@ -182,13 +183,17 @@ class _Heard(sqlite3.Connection):
     __module__, __qualname__ = "sqlite3", "Connection"
     settings: Settings | None = None
     sets: Callable[[SettingChange | None], None] | None = None
+    # what needs no look
+    quiet: AbstractSet[str] = frozenset(("BEGIN IMMEDIATE",))
 
     def sent(self, text: str) -> None:
         if self.settings is not None and self.sets is not None:
+            self.quiet = self.settings.quiet
             self.sets(self.settings.of(text))
 
     def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
-        self.sent(sql)
+        if sql not in self.quiet:
+            self.sent(sql)
         return super().execute(sql, *args)
 
     def executemany(self, sql: str, *args: Any) -> sqlite3.Cursor:
@@ -211,7 +216,8 @@ def _hearing(kind: Any) -> Any:
         send = getattr(kind, name)
 
         def method(self: Any, sql: str, *args: Any) -> Any:
-            self.connection.sent(sql)
+            if sql not in self.connection.quiet:
+                self.connection.sent(sql)
             return send(self, sql, *args)
 
         return method
@@ -252,9 +258,6 @@ class SqliteConnection(Connection):
         raw.settings, raw.sets = database.handler_settings, self.sets
         self._watched = self._discarded = False
 
-    async def _done(self, answer: Any) -> Any:
-        return await answer if self.is_async else answer
-
     def watch(self, told: Callable[[str], None]) -> None:
         def authorize(action: int, name: str | None, *_: str | None) -> int:
             if action != _TRANSACTION:
@@ -278,7 +281,12 @@ class SqliteConnection(Connection):
 
     @property
     def lost(self) -> bool:
-        return self._discarded or _closed(self._raw)
+        if not self._discarded:
+            try:
+                self._raw.total_changes  # noqa: B018 - the only attribute that tells
+            except sqlite3.ProgrammingError:
+                return True
+        return self._discarded
 
     def usable(self) -> bool:
         return not self.lost and not self._raw.in_transaction
@@ -316,7 +324,9 @@ class SqliteConnection(Connection):
         self._check_open()
         self._renew()
         try:
-            await self._done(self.native.execute("BEGIN IMMEDIATE"))
+            begun = self.native.execute("BEGIN IMMEDIATE")
+            if self.is_async:
+                await begun
         except sqlite3.Error as error:
             raise self._failed(error) from error
         # a transaction that claims nothing has no guard to look for
@@ -339,7 +349,9 @@ class SqliteConnection(Connection):
     async def _savepoint(self, statement: Statement) -> None:
         self._check_open()
         try:
-            await self._done(self.native.execute(statement.sql))
+            sent = self.native.execute(statement.sql)
+            if self.is_async:
+                await sent
         except sqlite3.Error as error:
             raise not_released(self._failed(error), self.lost) from error
 
@@ -347,7 +359,9 @@ class SqliteConnection(Connection):
         self._check_transaction()
         results = await self._sent(statements)
         try:
-            await self._done(self.native.commit())
+            committed = self.native.commit()
+            if self.is_async:
+                await committed
         except sqlite3.Error as error:
             found = self._failed(error)
             # after a failed write, what the next connection reads is up to the disk
@@ -358,7 +372,9 @@ class SqliteConnection(Connection):
     async def rollback(self) -> None:
         self._check_open()
         try:
-            await self._done(self.native.rollback())
+            rolled_back = self.native.rollback()
+            if self.is_async:
+                await rolled_back
         except sqlite3.Error as error:
             raise self._failed(error) from error
 
@@ -389,7 +405,7 @@ class SqliteConnection(Connection):
 
     def _check_open(self) -> None:
         # only its user closes a connection to a file
-        if self._discarded or _closed(self._raw):
+        if self.lost:
             raise handler_left("it closed the connection")
 
     def _check_transaction(self) -> None:
@@ -460,14 +476,6 @@ async def _executed(connection: Any, statement: Statement, is_async: bool) -> Re
         closing = cursor.close()
         if is_async:
             await closing
-
-
-def _closed(raw: sqlite3.Connection) -> bool:
-    try:
-        raw.total_changes  # noqa: B018 - the only attribute that tells
-    except sqlite3.ProgrammingError:
-        return True
-    return False
 
 
 def _failure(error: sqlite3.Error, dialect: Dialect) -> StoreError:

@@ -506,6 +506,13 @@ class Handler:
         """Whether processed rows of this consumer keep their payload."""
         return self.options.keep_payload != "unfinished"
 
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether one message needs nothing but a claim, a call and a close in one transaction."""
+        options = self.options
+        stored = options.mode == "stored" or not options.transactional
+        return not (stored or options.in_order or options.keep_result)
+
     def arrival(self, message: Message[Any], limits: Limits) -> Arrival:
         """Attach its id and hash to a message.
 

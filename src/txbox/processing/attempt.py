@@ -106,7 +106,7 @@ class InboxProtocol:
             # qualify table names from now on, so that a handler's search_path cannot hide them
             self.store.dialect = dialect(current.name, state.schema)
         self._settings = self._settings_of()
-        if self._settings is not None and self._settings.stale:
+        if self._settings is not None and time.monotonic() >= self._settings.stale_at:
             await self._read_setters(db, self._settings)
         self.store.columns.encoding = state.encoding
         self.checked = True
@@ -141,6 +141,10 @@ class InboxProtocol:
         Guarantee: PROCESSED and the effects of the handler's transaction are one commit. After a
         crash anywhere, delivering again processes what was not processed, and nothing twice.
         """
+        if len(arrivals) == 1 and claim is NEW and handler.plain:
+            return {
+                arrivals[0].message_id: await self.deliver_one(db, handler, arrivals[0], holder)
+            }
         ids = [arrival.message_id for arrival in arrivals]
         if self.in_flight.enter_all(handler.consumer, ids, holder):
             try:
@@ -148,6 +152,39 @@ class InboxProtocol:
             finally:
                 self.in_flight.leave(handler.consumer, *ids, holder=holder)
         return await self._deliver_free_first(db, handler, arrivals, holder, claim)
+
+    async def deliver_one(
+        self, db: Session, handler: Handler, arrival: Arrival, holder: Holder | None = None
+    ) -> Answer:
+        """`deliver` for one new message of a handler that is `plain`.
+
+        The road of nearly all messages: committed at the first try. Whatever else becomes of that try is decided
+        where it is for all others, in the loop.
+        """
+        consumer, message_id, arrivals = handler.consumer, arrival.message_id, (arrival,)
+        if not self.in_flight.enter_all(consumer, (message_id,), holder):
+            return (await self._deliver_free_first(db, handler, arrivals, holder, NEW))[message_id]
+        try:
+            if self._settings is not None and time.monotonic() >= self._settings.stale_at:
+                # may fail as anything in the loop may
+                return (await self._run(db, handler, arrivals, NEW))[message_id]
+            try:
+                ran = await self.transaction.once(db, handler, arrival)
+            except Exception as error:  # noqa: BLE001  # raised again in the loop, which contains it
+                return (await self._run(db, handler, arrivals, NEW, error))[message_id]
+            if ran.end is not End.COMMITTED or not ran.fresh:
+                return (await self._run(db, handler, arrivals, NEW, ran))[message_id]
+            self.batch_sizes.of(handler).committed(1, time.monotonic() - ran.claimed_at, 0, 0)
+            if self.events:
+                self._emit_committed(handler, ran, ran.handled_at - ran.claimed_at)
+                return self._processed(handler, arrival, ran, ran.claimed_at)
+            return (
+                _PROCESSED
+                if arrival.message.attempt == 1
+                else Answer(Outcome.PROCESSED, arrival.message.attempt)
+            )
+        finally:
+            self.in_flight.leave(consumer, message_id, holder=holder)
 
     async def _deliver_free_first(
         self,
@@ -252,11 +289,20 @@ class InboxProtocol:
     # -- the loop -----------------------------------------------------------------------------
 
     async def _run(
-        self, db: Session, handler: Handler, arrivals: Sequence[Arrival], claim: Claim
+        self,
+        db: Session,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        claim: Claim,
+        first: TransactionResult | Exception | None = None,
     ) -> dict[str, Answer]:
-        """Bring messages to their answers; what something unexpected raises costs the message that caused it."""
+        """Bring messages to their answers; what something unexpected raises costs the message that caused it.
+
+        Args:
+            first: what became of a first try; None before there was any.
+        """
         try:
-            return await self._settled(db, handler, arrivals, claim)
+            return await self._settled(db, handler, arrivals, claim, first)
         except Exception as error:
             if not is_contents(error):
                 raise
@@ -273,7 +319,12 @@ class InboxProtocol:
             }
 
     async def _settled(
-        self, db: Session, handler: Handler, arrivals: Sequence[Arrival], claim: Claim
+        self,
+        db: Session,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        claim: Claim,
+        first: TransactionResult | Exception | None,
     ) -> dict[str, Answer]:
         """Run the transaction, then act on how it ended, until every message has its answer."""
         if not handler.options.transactional:
@@ -281,7 +332,7 @@ class InboxProtocol:
                 arrival.message_id: await self._run_outside(db, handler, arrival, claim)
                 for arrival in arrivals
             }
-        if self._settings is not None and self._settings.stale:
+        if self._settings is not None and time.monotonic() >= self._settings.stale_at:
             await self._read_setters(db, self._settings)
         batch_size, consumer = self.batch_sizes.of(handler), handler.consumer
         settled: dict[str, Answer] = {}
@@ -297,9 +348,12 @@ class InboxProtocol:
         while unsettled:
             together = len(unsettled) > 1
             try:
-                ran = await self.transaction.run(
+                if isinstance(first, Exception):
+                    raise first
+                ran = first or await self.transaction.run(
                     db, handler, unsettled, claim, group=group if together else 0
                 )
+                first = None
             except (UnusableMessage, StoreError) as error:
                 # what the claim keeps of a message cannot be written
                 if not is_of_content(error):

@@ -84,6 +84,19 @@ async def handled(
     return answers
 
 
+async def called_once(db: Session, handler: Handler, arrival: Arrival, called: list[str]) -> None:
+    """Call the handler for one message, in whatever form it takes it; see `handled`.
+
+    Close finds out whether the call ended the transaction.
+    """
+    work = [arrival] if handler.options.batch else arrival
+    if db.is_async:
+        call = partial(_run_async, handler, work, called)
+        await _call_async(db.connection, call, handler.timeout_s)
+    else:
+        await _call(db.connection, partial(_run, handler, work, called), handler.timeout_s)
+
+
 def call_of(handler: Handler, arrival: Arrival, called: list[str]) -> Call:
     """The handler's call for one message."""
     return partial(_run_async if handler.is_async else _run, handler, arrival, called)

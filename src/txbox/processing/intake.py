@@ -132,7 +132,14 @@ class Intake:
         Guarantee: an outcome that settles is on disk, as a finished row, a stored payload or a
         quarantine row.
         """
-        columns = self._protocol.store.columns
+        if len(messages) == 1 and leasing is None and handler.plain:
+            (message,) = messages
+            try:
+                arrival = self._arrival(handler, message)
+            except UnusableMessage as error:
+                return [await self._set_aside(db, handler, message, error.message_id, str(error))]
+            arrival.received = time.monotonic() if received is None else received[0]
+            return [await self._protocol.deliver_one(db, handler, arrival, holder)]
         known: dict[str, Arrival] = {}
         ids: list[str] = []
         # by index, of messages that go no further
@@ -141,9 +148,7 @@ class Intake:
         for index, message in enumerate(messages):
             message_id = ""  # no message has this one
             try:
-                arrival = handler.arrival(message, self._protocol.limits)
-                if columns.encoding is not None:
-                    columns.check_encoding(arrival)
+                arrival = self._arrival(handler, message)
             except UnusableMessage as error:
                 aside[index] = await self._set_aside(
                     db, handler, message, error.message_id, str(error)
@@ -170,6 +175,16 @@ class Intake:
         if len(known) == len(ids):
             return [answers[message_id] for message_id in ids]
         return self._unfolded(handler.consumer, messages, ids, answers, aside)
+
+    def _arrival(self, handler: Handler, message: Message[Any]) -> Arrival:
+        """Attach id and hash to a message that this database can hold; see `Handler.arrival`."""
+        arrival, columns = (
+            handler.arrival(message, self._protocol.limits),
+            self._protocol.store.columns,
+        )
+        if columns.encoding is not None:
+            columns.check_encoding(arrival)
+        return arrival
 
     def _unfolded(
         self,

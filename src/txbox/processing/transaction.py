@@ -22,6 +22,7 @@ from txbox.processing.calls import (
     SettingsChanged,
     call_of,
     called_apart,
+    called_once,
     decode_ahead,
     handled,
     undo,
@@ -186,6 +187,40 @@ class HandlerTransaction:
         self._lease = lease
         self._recorder = recorder
 
+    async def once(self, db: Session, handler: Handler, arrival: Arrival) -> TransactionResult:
+        """`run` for one new message of a handler that is `plain`: what nearly all come to, and nothing else."""
+        token, arrivals = urandom(16).hex(), (arrival,)
+        claiming = self.claiming(handler, arrivals, NEW, token)
+        ran = TransactionResult(End.COMMITTED)
+        try:
+            results = await db.begin(
+                claiming, partial(decode_ahead, handler, arrivals), user_code=True
+            )
+            ran.claimed_at = time.monotonic()
+            won = self.store.claimed(claiming, results)
+            if won is not None and won.ids:
+                ran.fresh = won.ids
+            else:
+                await self._read_others(db, ran, handler, arrivals, won, token)
+        except StoreError as error:
+            return await self._not_claimed(db, error)
+        if not ran.fresh:
+            await self._nothing_won(db)
+            return ran
+        try:
+            if handler.options.pipeline and db.connection is not None:
+                await db.connection.pipe()
+            await called_once(db, handler, arrival, ran.called)
+        except Raised as raised:
+            await self._raised(db, ran, raised, token)
+            return ran
+        except StoreError as error:
+            await self._lost_savepoint(db, ran, error, token)
+            return ran
+        ran.handled_at = time.monotonic()
+        await self._close(db, ran, handler, arrivals, token, keep=handler.keeps_payload)
+        return ran
+
     async def run(
         self,
         db: Session,
@@ -235,8 +270,7 @@ class HandlerTransaction:
         else:
             mine = [arrival for arrival in arrivals if arrival.message_id in ran.fresh]
         if not mine:
-            # nothing to keep. If the claim armed a guard, only ROLLBACK lifts it; otherwise COMMIT is cheaper
-            await (db.rollback() if self.store.dialect.has("arm") else db.commit())
+            await self._nothing_won(db)
             return ran
         try:
             if returned is None and group and not handler.options.batch:
@@ -291,6 +325,11 @@ class HandlerTransaction:
             "claim_leased", consumer, ids, token=token, lease=claim.lease,
             lock_timeout=lock_timeout, idle_s=idle_s, keep=handler.keeps_payload, wait=wait,
         )  # fmt: skip
+
+    async def _nothing_won(self, db: Session) -> None:
+        """End a transaction with nothing to keep: if the claim armed a guard, only ROLLBACK lifts it."""
+        # otherwise COMMIT is cheaper
+        await (db.rollback() if self.store.dialect.has("arm") else db.commit())
 
     async def _in_groups(
         self,

@@ -152,26 +152,24 @@ class InboxStore:
             wait: the longest wait for a lock taken by the handler, if the database can limit it and the
                 batch can be run again; None for the connection's own setting.
         """
-        params: dict[str, Any] = {
-            **_bounds(lock_timeout, idle_s),
-            "consumer": consumer,
-            "token": token,
-        }
+        params: dict[str, Any]
+        if not keep and len(arrivals) == 1 and (single := self.dialect.queries["claim_single"]):
+            # as `Columns.row` has it, without the call: nearly every message comes this way
+            arrival, message = arrivals[0], arrivals[0].message
+            params = {
+                **_bounds(lock_timeout, idle_s), "consumer": consumer, "token": token,
+                "message_id": arrival.message_id, "topic": message.topic, "type": message.type, "key": message.key,
+                "sequence": message.sequence, "payload_hash": arrival.hash,
+            }  # fmt: skip
+            # one crash point, whichever form the claim takes; it bounds its wait by itself
+            return self._armed([Statement("claim", single, params)], token)
+        params = {**_bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
         if keep:
             statement = self.dialect.statement(
                 "claim_kept",
                 {**params, "key_id": self.columns.key_id},
                 self.columns.whole(consumer, arrivals),
             )
-        elif len(arrivals) == 1 and (single := self.dialect.queries["claim_single"]):
-            # as `Columns.row` has it, without the call: nearly every message comes this way
-            arrival, message = arrivals[0], arrivals[0].message
-            params |= {
-                "message_id": arrival.message_id, "topic": message.topic, "type": message.type, "key": message.key,
-                "sequence": message.sequence, "payload_hash": arrival.hash,
-            }  # fmt: skip
-            # one crash point, whichever form the claim takes; it bounds its wait by itself
-            return self._armed([Statement("claim", single, params)], token)
         else:
             statement = self.dialect.statement("claim", params, self.columns.slim(arrivals))
         return self._bounded(statement, token, lock_timeout, wait)
