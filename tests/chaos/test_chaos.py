@@ -13,6 +13,7 @@ import pytest
 from tests.chaos import __main__, page, workload
 from tests.chaos.brokers import ENTRIES, PAYMENTS
 from tests.chaos.checker import Checked, check
+from tests.chaos.databases import Disk
 from tests.chaos.harness import Result, StuckError, chaos, prepare
 from tests.chaos.journal import Journal, facts
 from tests.chaos.nemesis import KINDS
@@ -20,6 +21,7 @@ from tests.chaos.workload import Plan, message_of, type_of
 from tests.crash.brokers.feeds import RedisFeed
 from tests.support.databases import Raw, require
 from tests.support.servers import packages, provision
+from tests.support.servers.process import ServerDirectory, throwaway_name
 from txbox import Outcome
 
 SEED = 20261128
@@ -114,6 +116,15 @@ def test_messages_are_the_same_for_a_seed_and_versions_have_no_gaps() -> None:
             message = message_of(1, number)
             versions[str(message.key)] = versions.get(str(message.key), 0) + 1
             assert f'"n": {versions[str(message.key)]},'.encode() in (message.payload or b"")
+
+
+def test_a_server_of_a_killed_run_goes_with_its_disk() -> None:
+    server = ServerDirectory(throwaway_name("chaos", 1))
+    server.directory.mkdir(parents=True)
+    disk = Disk(server.directory / "data")
+    (disk.directory / "file").write_text("data")
+    server.remove()
+    assert not server.directory.exists()
 
 
 def test_a_line_that_was_cut_off_is_no_fact(tmp_path: Path) -> None:

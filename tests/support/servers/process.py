@@ -145,6 +145,14 @@ def _kill_group(leader: int) -> None:
         return
 
 
+def _unmount_below(directory: Path) -> None:
+    """A chaos run gives servers small file systems of their own, and may be killed."""
+    mounted = (line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines())
+    for point in mounted:
+        if Path(point).is_relative_to(directory):
+            subprocess.run(["umount", "--lazy", point], check=False, capture_output=True)
+
+
 class ServerDirectory:
     """Where a server of this checkout lives; whatever kind it is, it can be stopped and removed."""
 
@@ -204,6 +212,7 @@ class ServerDirectory:
         self._delete()
 
     def _delete(self) -> None:
+        _unmount_below(self.directory.resolve())
         if self.directory.is_symlink():
             # in memory; after a start of the machine it is gone, and the link is not
             shutil.rmtree(self.directory.readlink(), ignore_errors=True)
