@@ -39,6 +39,7 @@ ELSEWHERE = {
     "store/inbox": "processing/test_intake.py",
     "store/jobs": "maintenance/test_maintenance.py",
     "store/outbox": "worker/test_relay.py",
+    "testing/recording": "testing/test_proof.py",
     "ui/operations": "ui/test_pages.py",
     "ui/render": "ui/test_pages.py",
     "ui/security": "ui/test_ui_access.py",

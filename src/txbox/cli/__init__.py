@@ -69,6 +69,8 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
              "send orders --data '{\"cents\": 100}' --app shop:app"),
     "encrypt": ("change", "encrypt stored messages that are plain, or under an older key",
                 "encrypt shop:app", "encrypt shop:app --dry-run"),
+    "prove": ("change", "run handlers through crashes, duplicates and faults, on a database for tests",
+              "prove shop:app --messages messages.jsonl"),
     "workers": ("workers", "list the running workers and what they consume", "workers --app shop:app"),
     "pause": ("workers", "stop all workers from running a consumer",
               "pause billing --reason 'the bank is down' --app shop:app"),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from txbox.app import App
     from txbox.outcome import Outcome
     from txbox.testing import Clock
+    from txbox.testing.proof import Report
 
 
 @pytest.fixture
@@ -78,6 +79,22 @@ def txbox_clock() -> Generator[Clock]:
 
     with frozen_clock() as clock:
         yield clock
+
+
+@pytest.fixture
+def txbox_prove(txbox_app: App) -> Callable[..., Report]:
+    """`txbox.testing.prove` for `txbox_app`: takes messages and `observe=`; `.check()` fails the test."""
+    from txbox.testing import prove
+
+    return partial(prove, txbox_app)
+
+
+@pytest.fixture
+def txbox_prove_async(txbox_app: App) -> Callable[..., Coroutine[Any, Any, Report]]:
+    """`txbox.testing.prove_async` for `txbox_app`."""
+    from txbox.testing import prove_async
+
+    return partial(prove_async, txbox_app)
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def shown(error: BaseException, text: str, redact: Redaction, depth: int = 8) ->
 def _harmless(error: BaseException, redact: Redaction) -> str:
     module = type(error).__module__
     where = getattr(sys.modules.get(module), "__file__", None) or ""
-    ours = module == "builtins" or where.startswith(_HERE) or not _foreign(where)
+    ours = module == "builtins" or where.startswith(_HERE) or not is_foreign(where)
     # the rules before the cut: half a secret matches none
     return printable(redact.error(_text_of(error)).partition("\n")[0], 1_000) if ours else ""
 
@@ -130,7 +130,7 @@ def _one_line(text: str) -> str:
 def fingerprint(error: BaseException) -> str:
     """Group failures that are alike: exception type and the first frame of the application."""
     frames = traceback.extract_tb(error.__traceback__)
-    app_frames = [frame for frame in frames if not _foreign(frame.filename)] or frames
+    app_frames = [frame for frame in frames if not is_foreign(frame.filename)] or frames
     place = f"{Path(app_frames[-1].filename).name}:{app_frames[-1].name}" if app_frames else "?"
     return printable(f"{type(error).__name__} at {place}", 255)
 
@@ -155,11 +155,12 @@ def _text_of(error: BaseException) -> str:
 def _frames(trace: TracebackType | None) -> list[str]:
     """The frames of the application, newest last; source lines, no values."""
     return traceback.format_list(
-        [frame for frame in traceback.extract_tb(trace) if not _foreign(frame.filename)][-8:]
+        [frame for frame in traceback.extract_tb(trace) if not is_foreign(frame.filename)][-8:]
     )
 
 
-def _foreign(filename: str) -> bool:
+def is_foreign(filename: str) -> bool:
+    """Whether a file belongs to Python, an installed package or txbox: it is not the application's."""
     # compiled modules name their files relative to a source tree that is not here
     return not Path(filename).is_absolute() or filename.startswith((_HERE + os.sep, *_LIBRARIES))
 

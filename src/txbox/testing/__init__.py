@@ -10,12 +10,12 @@ import re
 import secrets
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import patch
 
 from txbox import session
@@ -37,17 +37,32 @@ from txbox.session import (
 )
 from txbox.store import leases
 from txbox.store.dialect import Dialect, qualified
+from txbox.testing.faults import (
+    broker_away,
+    database_away,
+    deadlock,
+    lost_commit_answer,
+    passing,
+    serialization_failure,
+    statement_timeout,
+)
 from txbox.testing.inside import Savepoints, another_process, inside
+
+if TYPE_CHECKING:
+    from txbox.testing.proof import Report
 
 __all__ = [
     "Clock",
     "Crashed",
     "another_process",
+    "broker_away",
     "crash_at",
     "crash_everywhere",
     "crash_everywhere_async",
     "crash_points",
     "crash_points_async",
+    "database_away",
+    "deadlock",
     "deliver",
     "deliver_async",
     "drain",
@@ -56,9 +71,14 @@ __all__ = [
     "inside",
     "install_from_environment",
     "kill_at",
+    "lost_commit_answer",
     "meanwhile",
+    "prove",
+    "prove_async",
     "race",
     "race_async",
+    "serialization_failure",
+    "statement_timeout",
 ]
 
 # for tests only, in SQL that every dialect understands
@@ -175,7 +195,7 @@ def crash_points(
         # first, because only some messages do: no later one need pass these points
         drive(app.database.sync, app.look_for_pauses)
     points: list[str] = []
-    with _installed(points.append):
+    with passing(points.append):
         deliver(app, message, consumer=consumer)
     return points
 
@@ -187,7 +207,7 @@ async def crash_points_async(app: App, message: Any, *, tx: Any = None, **named:
     async with _settled(_within(app, tx)) as app_within:
         if app_within.database.asynchronous is not None:
             await drive_async(app_within.database.asynchronous, app_within.look_for_pauses)
-        with _installed(points.append):
+        with passing(points.append):
             await deliver_async(app_within, message, **named)
     return points
 
@@ -238,6 +258,55 @@ async def _crashed_everywhere(
     return outcomes
 
 
+def prove(
+    app: App,
+    messages: Sequence[Message[Any]],
+    *,
+    observe: Callable[[], object] | None = None,
+) -> Report:
+    """Run the handlers of these messages once undisturbed, then through every fault; each run must end the same.
+
+    The faults: a crash at every point, a deadlock, a serialization failure, a time-out and a database that goes away
+    at each statement, a lost answer of COMMIT, copies at once and late, another payload, disorder, a zombie; and
+    another day with other random numbers. `str()` of the report names what is wrong, and the line.
+
+    Args:
+        messages: a few of each kind; each run delivers all of them.
+        observe: returns what is to be the same at the end; by default all rows of the application's tables. What the
+            server itself counts (serial numbers) or dates is not compared.
+
+    It takes some seconds, and puts every table back as it was, before each run and at the end: use a database for
+    tests. Async handlers run in an event loop of this call's, for which the App needs a URL: else `prove_async`.
+
+    Raises:
+        ConfigurationError: no handler takes any message, or the inbox or outbox is not empty.
+    """
+    # late: few tests need it
+    from txbox.testing.proof import proved
+
+    if app.database.sync is not None and not any(handler.is_async for handler in app.handlers):
+        return blocking(proved(app, messages, observe))
+
+    async def all_of_it() -> Report:
+        try:
+            return await proved(app, messages, observe)
+        finally:
+            await app.database.leave_loop()
+            await app.database.close_async()
+
+    return asyncio.run(all_of_it())
+
+
+@twin_of(prove)
+async def prove_async(
+    app: App, messages: Any, *, observe: Callable[[], object] | None = None
+) -> Report:
+    """`prove` in the event loop of the caller; `observe` may be async."""
+    from txbox.testing.proof import proved
+
+    return await proved(app, messages, observe)
+
+
 def _check_sync(app: App, message: Message[Any], consumer: str | None, verb: str) -> None:
     handler = app.handlers.only(message, consumer)
     if handler is not None and handler.is_async:
@@ -277,16 +346,16 @@ async def _drained(db: Session, app: App, is_async: bool, ignore_dates: bool) ->
         for consumer, handlers in app.handlers.consumers().items():
             if any(handler.is_async == is_async for handler in handlers):
                 if ignore_dates:
-                    await _dates_forgotten(db, app, consumer)
+                    await dates_forgotten(db, app, consumer)
                 await rescue(db, app, Task(consumer=consumer))
-                await _consumed(db, app, consumer, is_async, outcomes)
+                await consumed(db, app, consumer, is_async, outcomes)
         # looking again at a row that waits for another makes no progress
         waits = (Outcome.IN_PROGRESS, Outcome.DEFERRED)
         if all(outcome in waits for outcome in outcomes[before:]):
             return outcomes
 
 
-async def _dates_forgotten(db: Session, app: App, consumer: str) -> None:
+async def dates_forgotten(db: Session, app: App, consumer: str) -> None:
     schema = app.database.schema
     for name, sql in (("forget_dates", _FORGET_DATES), ("forget_leases", _FORGET_LEASES)):
         await db.alone(
@@ -294,7 +363,7 @@ async def _dates_forgotten(db: Session, app: App, consumer: str) -> None:
         )
 
 
-async def _consumed(
+async def consumed(
     db: Session, app: App, consumer: str, is_async: bool, outcomes: list[Outcome]
 ) -> None:
     """Lease and run the due rows one by one; then give back those for the other kind of handler."""
@@ -355,22 +424,6 @@ class _Nth:
 
 
 @contextmanager
-def _installed(hook: Callable[[str], None]) -> Generator[None]:
-    outer = session.crash_point
-
-    def both(point: str) -> None:
-        if outer is not None:
-            outer(point)
-        hook(point)
-
-    session.crash_point = both
-    try:
-        yield
-    finally:
-        session.crash_point = outer
-
-
-@contextmanager
 def crash_at(point: str, nth: int = 1) -> Generator[None]:
     """Simulate losing the process at a point: `Crashed` leaves the `with` block.
 
@@ -391,7 +444,7 @@ def crash_at(point: str, nth: int = 1) -> Generator[None]:
         crashed = True
         raise Crashed(f"crashed at {point}, pass {nth}")
 
-    with _installed(_Nth(point, crash, nth)):
+    with passing(_Nth(point, crash, nth)):
         yield
     if not crashed:
         raise AssertionError(
@@ -415,7 +468,7 @@ def meanwhile(point: str, call: Callable[[], object], nth: int = 1) -> Generator
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(asyncio.run, done).result()
 
-    with _installed(_Nth(point, called, nth)):
+    with passing(_Nth(point, called, nth)):
         yield
 
 
