@@ -205,6 +205,20 @@ def stored_handler(scene: Scene) -> None:
     scene.options(body=lambda message, _tx: raise_system_exit(message), mode="stored")
 
 
+class Unreadable(BaseException):
+    def __str__(self) -> str:
+        return str(exits())
+
+
+@case(None, "dead")
+def unreadable_error(scene: Scene) -> None:
+    def raises(message: Message[Any], _tx: Any) -> None:
+        if message.id == BAD:
+            raise Unreadable
+
+    scene.options(body=raises)
+
+
 @contextmanager
 def opens_for(message: Message[Any], _tx: Any) -> Iterator[dict[str, int]]:
     raise_system_exit(message)
@@ -843,10 +857,6 @@ NO_BOUNDARY = {
     ("processing/calls.py", "_call"): "the handler's own failure",
     ("processing/calls.py", "_call_async"): "the handler's own failure",
     ("processing/calls.py", "decode_ahead"): "left to the handler's call",
-    (
-        "processing/failure.py",
-        "_text_of",
-    ): "an exception that cannot be read is recorded all the same",
     ("maintenance/pruning.py", "leased"): "raises again",
 }
 #: A boundary, by itself or in the function that is called; or a question whether the error is content's.

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from txbox.boundaries import Boundary, is_contents
+from txbox.boundaries import Boundary, blamed, is_contents
 from txbox.errors import LONGEST, Fault, Reject, Retry, StoreError, UnusableMessage
 from txbox.events import ErrorContained, Events, MessageDead, MessageFailed
 from txbox.handlers import Handler, HandlerOptions
@@ -147,8 +147,9 @@ def printable(text: str, limit_bytes: int) -> str:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001
-        # an exception whose __str__ fails is still a failure to be recorded
+    except BaseException as unreadable:  # noqa: BLE001
+        # an exception whose __str__ fails, SystemExit included, is still a failure to be recorded
+        blamed(unreadable)
         return f"(the message of this {type(error).__name__} cannot be read)"
 
 
