@@ -9,8 +9,10 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+import pamqp.frame
 import pytest
 from aiormq.exceptions import AMQPConnectionError, ConnectionInternalError
+from pamqp import commands
 from yarl import URL
 
 from tests.support.brokers.publisher_conformance import (
@@ -28,10 +30,11 @@ from tests.support.brokers.publisher_conformance import (
 from tests.support.brokers.rabbitmq import on_server
 from tests.support.brokers.rigs import Rig
 from tests.support.brokers.rigs.rabbitmq import RabbitMQRig
+from tests.support.proxy import Proxy
 from tests.support.servers.control import ThrowawayRabbitMQ
 from txbox import Message
 from txbox.brokers.rabbitmq import RabbitMQ
-from txbox.brokers.rabbitmq.client import Connection
+from txbox.brokers.rabbitmq.client import Connection, _Frames
 from txbox.brokers.rabbitmq.publisher import RabbitMQPublisher
 from txbox.errors import BrokerError, BrokerUnavailable, DestinationRefused, MessageRefused
 
@@ -206,6 +209,28 @@ class TestRabbitMQPublisher(PublisherConformance):
         assert {type(answer) for answer in answers} == {DestinationRefused}
         assert {name in str(answer) for answer in answers} == {True}
         assert connections <= 2
+
+    def test_an_alarm_is_named(self, rabbitmq_url: str) -> None:
+        """All that the server says is a frame to those that publish; then it reads nothing more of them."""
+        with Proxy(rabbitmq_url) as proxy, RabbitMQRig(rabbitmq_url) as rig:
+            publisher: Any = RabbitMQ(proxy.url).publisher()
+            try:
+                assert publisher.publish([message(rig, "m1")], WITHIN_S) == [None]
+                frames = publisher._connection.frames
+
+                async def read(frame: Any) -> None:
+                    sent, reader = pamqp.frame.marshal(frame, 0), asyncio.StreamReader()
+                    reader.feed_data(sent)
+                    await _Frames(reader, frames).readexactly(len(sent))
+
+                publisher._loop.call(read(commands.Connection.Blocked("low on memory")), 5.0)
+                proxy.lose()
+                with pytest.raises(BrokerUnavailable, match="takes no messages, low on memory"):
+                    publisher.publish([message(rig, "m2")], 1.0)
+                publisher._loop.call(read(commands.Connection.Unblocked()), 5.0)
+                assert frames.blocked is None
+            finally:
+                publisher.close()
 
     def test_a_wrong_password_is_no_confirmation(self, rabbitmq_url: str) -> None:
         url = rabbitmq_url.replace("guest:guest", "guest:wrong")

@@ -24,8 +24,15 @@ from tests.support.brokers.rigs import Rig
 from tests.support.brokers.rigs.redis import RedisRig
 from tests.support.servers.control import ThrowawayRedis
 from txbox import Message
-from txbox.brokers.redis import RedisStreams
-from txbox.errors import BrokerUnavailable, ConfigurationError, DestinationRefused
+from txbox.brokers.redis import RedisPublisher, RedisStreams
+from txbox.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    ConfigurationError,
+    DestinationRefused,
+    MessageRefused,
+    NotTried,
+)
 
 pytestmark = pytest.mark.brokers
 
@@ -70,6 +77,38 @@ class TestRedisPublisher(PublisherConformance):
             )
         (found,) = arrived(rig, 1)
         assert (found.payload, found.headers.get("payload")) == (b"mine", b"other")
+
+    def test_a_run_of_a_key_is_taken_whole_or_not_at_all(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What the server refuses in the middle leaves nothing of the run, so that nothing overtakes it."""
+        write = RedisPublisher._command
+
+        def command(publisher: RedisPublisher, one: Message[Any]) -> list[bytes]:
+            if one.id == "unwritable":
+                raise MessageRefused("too large")
+            return [b"XADD"] if one.id == "wrong" else write(publisher, one)
+
+        monkeypatch.setattr(RedisPublisher, "_command", command)
+        runs = {
+            "a": ["a1", "wrong", "a3"],
+            "b": ["b1", "b2", "b3"],
+            "c": ["c1", "unwritable", "c3"],
+            "d": [f"d{number}" for number in range(1200)],  # more than is sent at a time
+        }
+        sent = [message(rig, name, key=key) for key, names in runs.items() for name in names]
+        with publisher_of(rig) as publisher:
+            answers = dict(
+                zip([one.id for one in sent], publisher.publish(sent, WITHIN_S), strict=True)
+            )
+        refused = {name: type(answer) for name, answer in answers.items() if answer is not None}
+        assert refused == {
+            "a1": BrokerError, "wrong": BrokerError, "a3": BrokerError, "unwritable": MessageRefused, "c3": NotTried,
+        }  # fmt: skip
+        with redis.Redis.from_url(rig.address) as client:
+            entries: Any = client.xrange(rig.topic)
+        order = [fields[b"message-id"].decode() for _, fields in entries]
+        assert order == ["b1", "b2", "b3", "c1", *runs["d"]]
 
     def test_maxlen_trims_and_nothing_does_without_it(self, rig: Rig) -> None:
         with publisher_of(rig) as publisher:

@@ -11,9 +11,19 @@ from txbox.errors import BrokerError
 
 
 class Recorder:
-    """Confirms what `answer` does not refuse, and remembers it."""
+    """Confirms what `answer` does not refuse, and remembers it.
 
-    def __init__(self, answer: Callable[[Message[Any]], BrokerError | None] | None = None) -> None:
+    Args:
+        keeps_runs: it takes several messages of a key at once, and nothing behind one that is refused.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[Message[Any]], BrokerError | None] | None = None,
+        *,
+        keeps_runs: bool = False,
+    ) -> None:
+        self.keeps_runs = keeps_runs
         self.sent: list[Message[Any]] = []
         self.calls: list[list[str]] = []
         self._answer = answer
@@ -37,10 +47,15 @@ class Recorder:
         answers: list[BrokerError | None] = []
         with self._lock:
             self.calls.append([str(message.id) for message in messages])
+            stopped: set[str | None] = set()
             for message in messages:
                 answer = self._answer(message) if self._answer else None
+                if self.keeps_runs and message.key is not None and message.key in stopped:
+                    answer = BrokerError("behind one that was refused")
                 if answer is None:
                     self.sent.append(message)
+                else:
+                    stopped.add(message.key)
                 answers.append(answer)
         return answers
 

@@ -160,8 +160,9 @@ def test_a_delayed_message_waits_and_holds_up_nobody(
     assert left(raw(database_url)) == 1
 
 
+@pytest.mark.parametrize("runs", [False, True], ids=["one of a key", "runs of a key"])
 def test_a_failed_message_holds_up_its_own_key_only(
-    database_url: str, plain_connection: Connect, raw: Look
+    database_url: str, plain_connection: Connect, raw: Look, runs: bool
 ) -> None:
     refusing = threading.Event()
     refusing.set()
@@ -171,7 +172,7 @@ def test_a_failed_message_holds_up_its_own_key_only(
             return BrokerError("not now")
         return None
 
-    broker, events = Recorder(answer), list[Event]()
+    broker, events = Recorder(answer, keeps_runs=runs), list[Event]()
     staged(database_url, plain_connection, outgoing(40, keys=10))
     policy = RelayPolicy(retry=RetryPolicy(base=timedelta(hours=1)))
     with App(database_url, relaying=policy, observers=[events.append]) as app:
@@ -179,12 +180,42 @@ def test_a_failed_message_holds_up_its_own_key_only(
         relay = relay_of(app)
         drained(relay)
         assert sorted(set(range(40)) - set(broker.bodies)) == [3, 13, 23, 33]
-        assert [type(event) for event in events if isinstance(event, OutgoingFailed)]
+        # of its run only the first one has failed
+        assert len([event for event in events if isinstance(event, OutgoingFailed)]) == 1
         refusing.clear()
         raw(database_url).execute("UPDATE txbox_outbox SET available_at = staged_at")
         drained(relay)
     assert broker.bodies[-4:] == [3, 13, 23, 33]
     assert left(raw(database_url)) == 0
+
+
+def test_a_publisher_that_keeps_runs_gets_those_of_a_key_in_one_call(
+    sqlite_url: str, plain_connection: Connect, raw: Look
+) -> None:
+    """Also when it raises: the run is divided, and nothing overtakes what raised."""
+    angry = threading.Event()
+    angry.set()
+
+    def answer(message: Message[Any]) -> BrokerError | None:
+        if angry.is_set() and message.json() == 21:
+            raise ValueError("not this one")
+        return None
+
+    broker = Recorder(answer, keeps_runs=True)
+    ids = staged(sqlite_url, plain_connection, outgoing(40, keys=2))
+    with App(sqlite_url, relaying=NOW) as app:
+        app.publish(broker)
+        relay = relay_of(app)
+        relay.turn()
+        assert broker.calls[0] == ids
+        assert broker.bodies.count(39) == 0
+        angry.clear()
+        drained(relay)
+    first = list(dict.fromkeys(broker.bodies))
+    assert sorted(first) == list(range(40))
+    for key in (0, 1):
+        assert [body for body in first if body % 2 == key] == list(range(key, 40, 2))
+    assert left(raw(sqlite_url)) == 0
 
 
 def test_a_message_that_nobody_takes_is_dead_and_its_key_goes_on(
@@ -489,7 +520,8 @@ def test_a_topic_that_takes_nothing_pauses_alone(
     database_url: str, plain_connection: Connect, raw: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long: no attempt is counted, other topics go on, and the order of its keys is kept."""
-    monkeypatch.setattr("txbox.worker.relay._PAUSE_S", (0.02, 0.05))
+    # longer than a turn on a busy machine: each pause that is over is a look at this topic alone
+    monkeypatch.setattr("txbox.worker.relay._PAUSE_S", (0.02, 0.5))
     full = threading.Event()
     full.set()
     broker = Recorder(

@@ -18,6 +18,7 @@ from txbox.errors import (
     ConfigurationError,
     DestinationRefused,
     MessageRefused,
+    NotTried,
 )
 from txbox.events import Event
 from txbox.message import Message
@@ -332,9 +333,9 @@ class Publisher(Protocol):
         """Send messages and wait for the broker to confirm each; connect first if necessary.
 
         Args:
-            messages: with `id`, `topic`, `payload`, `headers` and, if known, `type`, `key`,
-                `content_type` and `time`. The id is sent as `message-id`: natively if the broker has
-                such a property, as a header otherwise.
+            messages: of each topic and key one, unless it is `KeepsRuns`; with `id`, `topic`, `payload`,
+                `headers` and, if known, `type`, `key`, `content_type` and `time`. The id is sent as
+                `message-id`: natively if the broker has such a property, as a header otherwise.
             within_s: whatever has not been confirmed by then is an error.
 
         Returns: for each message None if the broker confirmed it, MessageRefused if it can never accept it,
@@ -349,6 +350,19 @@ class Publisher(Protocol):
     def close(self) -> None:
         """Close connections. Nothing is pending, because `publish` waits for every answer."""
         ...
+
+
+@runtime_checkable
+class KeepsRuns(Protocol):
+    """A publisher that takes runs: several messages of one topic and key in one call, in their order.
+
+    Guarantee: if a message of a run is not confirmed, none behind it has been taken before it: what has arrived
+    for the first time is in order, also when the rest is sent again later. Whether a broker can do that:
+    docs/decisions/0056-runs-of-a-key.md
+    """
+
+    @property
+    def keeps_runs(self) -> bool: ...
 
 
 class Destination(Protocol):
@@ -386,6 +400,7 @@ class Batch:
         self.heard = False
         #: Why the broker could not be reached.
         self.away: BrokerUnavailable | None = None
+        self._stopped: dict[tuple[str, str | None], int] = {}
 
     def left_s(self) -> float:
         return max(0.0, self.until - time.monotonic())
@@ -395,21 +410,37 @@ class Batch:
     ) -> Iterator[tuple[int, Entry]]:
         """Yield each message (or those of one topic) in the client's form, with its index.
 
-        A message that cannot be converted gets its refusal as the answer instead.
+        A message that cannot be converted gets its refusal as the answer instead, and stops its key.
         """
         for at, message in enumerate(self.messages):
-            if topic is None or message.topic == topic:
+            if (topic is None or message.topic == topic) and not self.is_behind(at):
                 try:
                     entry = entry_of(message)
                 except MessageRefused as refusal:
                     self.answers[at] = refusal
+                    self.stop(at)
                 except Exception as error:
                     if not is_contents(error):
                         raise
                     why = f"{type(error).__name__}: {error} (boundary: {Boundary.PUBLISH})"
                     self.answers[at] = BrokerError(f"The message cannot be written: {why}.")
+                    self.stop(at)
                 else:
                     yield at, entry
+
+    def stop(self, at: int) -> None:
+        """Let no later message of its key be sent."""
+        message = self.messages[at]
+        if message.key is not None:
+            self._stopped.setdefault((message.topic, message.key), at)
+
+    def is_behind(self, at: int) -> bool:
+        """Whether an earlier message of its key was stopped; this one is answered so, and must not be sent."""
+        message = self.messages[at]
+        if self._stopped.get((message.topic, message.key), at) >= at:
+            return False
+        self.answers[at] = NotTried("An earlier message of its key was not sent.")
+        return True
 
     def answer(self, at: int, error: BrokerError | None) -> None:
         """Record the broker's answer to a message; None if it is confirmed."""

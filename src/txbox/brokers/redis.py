@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 from txbox.boundaries import log as _log
@@ -581,10 +582,12 @@ class RedisPublisher:
         replicas: how many replicas must have an entry before it counts as confirmed (WAIT).
 
     Guarantee: what is confirmed is in the master's stream. Only with `appendfsync always` does it
-    survive a power failure; a failover may lose what no replica has.
+    survive a power failure; a failover may lose what no replica has. Of several messages of one key all
+    are taken, or none (MULTI).
     """
 
     event_prefix = REDIS.prefix
+    keeps_runs = True
 
     def __init__(
         self,
@@ -618,11 +621,17 @@ class RedisPublisher:
             for part in parts(commands, _bytes_of, _PART_COMMANDS, _PART_BYTES):
                 if time.monotonic() > until:
                     break
-                replies = self._run([command for _, command in part], timeout_s)
-                away = next((reply for reply in replies if _of_the_server(reply)), None)
-                for (at, _), reply in zip(part, replies, strict=True):
+                commands_by_run: dict[Any, dict[int, Sequence[bytes]]] = {}
+                for at, command in part:
+                    if not batch.is_behind(at):
+                        commands_by_run.setdefault(_run_of(messages[at], at), {})[at] = command
+                replies = self._run(list(commands_by_run.values()), timeout_s)
+                away = next((reply for reply in replies.values() if _of_the_server(reply)), None)
+                for at, reply in replies.items():
                     if not _of_the_server(reply):
                         batch.answer(at, _error_of(reply, messages[at].topic))
+                    if batch.answers[at] is not None:
+                        batch.stop(at)
                 if away is not None:
                     raise away
         except exceptions.RedisError as error:
@@ -650,21 +659,43 @@ class RedisPublisher:
             )
         return [b"XADD", utf8(message.topic), *self._trim, b"*", *fields]
 
-    def _run(self, commands: Sequence[Sequence[bytes]], timeout_s: float) -> list[Any]:
+    def _run(
+        self, runs: Sequence[Mapping[int, Sequence[bytes]]], timeout_s: float
+    ) -> dict[int, Any]:
+        """Send commands, those of a run all or none; returns the reply to each."""
         with self._client.pipeline(transaction=False) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
+            for run in runs:
+                if len(run) > 1:
+                    pipeline.execute_command("MULTI")
+                for command in run.values():
+                    pipeline.execute_command(*command)
+                if len(run) > 1:
+                    pipeline.execute_command("EXEC")
             if self._replicas:
                 pipeline.execute_command("WAIT", self._replicas, math.floor(timeout_s * 800))
-            replies: list[Any] = pipeline.execute(raise_on_error=False)
+            answers: list[Any] = pipeline.execute(raise_on_error=False)
+        rest, replies = iter(answers), dict[int, Any]()
+        for run in runs:
+            if len(run) == 1:
+                replies.update(zip(run, rest, strict=False))
+                continue
+            *queued, done = islice(rest, len(run) + 2)
+            # what is refused while it is queued undoes the transaction, and says why
+            refused = next(
+                (reply for reply in (*queued, done) if isinstance(reply, Exception)), None
+            )
+            replies.update(dict.fromkeys(run, refused) if refused else zip(run, done, strict=True))
         if not self._replicas:
             return replies
-        *replies, copies = replies
+        copies = answers[-1]
         if isinstance(copies, exceptions.RedisError) or copies < self._replicas:
             missing = DestinationRefused(
                 f"Only {copies} of {self._replicas} replicas of Redis confirmed the entry in time."
             )
-            return [reply if isinstance(reply, Exception) else missing for reply in replies]
+            return {
+                at: reply if isinstance(reply, Exception) else missing
+                for at, reply in replies.items()
+            }
         return replies
 
     # -- the connection -----------------------------------------------------------------------
@@ -686,6 +717,11 @@ class RedisPublisher:
     def _new_client(self, timeout_s: float) -> Any:
         timeouts = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
         return new_client(self._url, {**self._options, **timeouts})
+
+
+def _run_of(message: Message[Any], at: int) -> tuple[str, str] | int:
+    """Return what the messages of a run have in common; one without a key is alone."""
+    return at if message.key is None else (message.topic, message.key)
 
 
 def _bytes_of(command: list[bytes]) -> int:

@@ -21,7 +21,7 @@ from txbox import session as points
 from txbox.app import App
 from txbox.boundaries import Boundary, is_contents
 from txbox.boundaries import log as _log
-from txbox.brokers.base import Publisher
+from txbox.brokers.base import KeepsRuns, Publisher
 from txbox.brokers.envelope import as_binary, as_structured
 from txbox.connections.base import Listening
 from txbox.errors import (
@@ -125,6 +125,7 @@ class Relay:
         self._policy = app.relaying
         self._store = self._new_store()
         self._publisher: Publisher | None = None
+        self._runs = False
         self._woken = threading.Event()
         self._staged = False
         self._pause_s = _BUSY_S
@@ -144,6 +145,7 @@ class Relay:
         self.name = "local"
         if route.destination is not None:
             self._publisher = route.destination.publisher()
+            self._runs = isinstance(self._publisher, KeepsRuns) and self._publisher.keeps_runs
             self.name = self._publisher.name
 
     def run(self) -> None:
@@ -296,7 +298,7 @@ class Relay:
     # -- to a broker --------------------------------------------------------------------------
 
     def _publish(self, rows: Sequence[Staged], token: str) -> bool:
-        """Publish in waves with one message per key, and record what became of each."""
+        """Publish in waves, with one message per key unless the publisher keeps runs; record what became of each."""
         started = time.monotonic()
         within_s = self._policy.confirm_within.total_seconds()
         # another relay may take over whatever would be confirmed later than this
@@ -307,7 +309,7 @@ class Relay:
         left = list(rows)
         reachable = True
         while left:
-            wave, left = _wave(left)
+            wave, left = (left[:_WAVE], left[_WAVE:]) if self._runs else _wave(left)
             answers = (
                 self._answers(wave, within_s)
                 if reachable and not self._stop() and time.monotonic() < until
@@ -317,13 +319,18 @@ class Relay:
                 reachable = False
                 unsent += wave
                 continue
+            stopped: set[tuple[str, str | None]] = set()
             for row, answer in zip(wave, answers, strict=True):
                 if answer is None:
                     confirmed.append(row)
-                elif isinstance(answer, NotTried):
+                    continue
+                # of a run the first one pays
+                if isinstance(answer, NotTried) or _key(row) in stopped:
                     unsent.append(row)
                 else:
                     failed.append((row, answer))
+                if row.message.key is not None:
+                    stopped.add(_key(row))
             if unsent or self._paused_topics:
                 reachable = self._pause_topics(wave, answers)
                 unsent += [row for row in left if row.message.topic in self._paused_topics]
@@ -397,11 +404,12 @@ class Relay:
             self._broker_away(error)
             return None
         raised = [answer for answer in answers if answer and not isinstance(answer, BrokerError)]
-        if len(raised) == len(wave) and (len(raised) > 1 or self._paused_at is not None):
+        tried = sum(type(answer) is not NotTried for answer in answers)
+        if raised and len(raised) == tried and (len(raised) > 1 or self._paused_at is not None):
             # the publisher, as it seems, and no row: the first one pays, so that one that is to blame does not stay
             self._broker_away(raised[0])
             untried = NotTried("The publisher raised on every message.")
-            return [raised[0], *(untried for _ in answers[1:])]
+            return [answer if answer is raised[0] else untried for answer in answers]
         self._trace(wave, answers, began_ns)
         self._works()
         return answers
@@ -445,9 +453,18 @@ class Relay:
                 self._app.protocol.contain(Boundary.PUBLISH, error)
                 return [error]
             half = (len(wave) + 1) // 2
+            first = self._published(wave[:half], within_s)
+            stopped = {
+                _key(row)
+                for row, answer in zip(wave, first, strict=False)
+                if answer is not None and row.message.key is not None
+            }
+            rest = [row for row in wave[half:] if _key(row) not in stopped]
+            second = iter(self._published(rest, within_s) if rest else ())
+            behind = NotTried("An earlier message of its key was not sent.")
             return [
-                *self._published(wave[:half], within_s),
-                *self._published(wave[half:], within_s),
+                *first,
+                *(behind if _key(row) in stopped else next(second) for row in wave[half:]),
             ]
 
     def _trace(

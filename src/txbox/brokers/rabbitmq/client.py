@@ -24,6 +24,7 @@ TROUBLE = (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, StopAsync
 _FRAME_HEADER_BYTES = 7
 _METHOD, _CONTENT_HEADER = 1, 2
 _DELIVER = struct.pack(">HH", 60, 60)
+_BLOCKED, _UNBLOCKED = struct.pack(">HH", 10, 60), struct.pack(">HH", 10, 61)
 # of a content header: where its flags are, the properties before the timestamp (by flag; 0 bytes stand for a short
 # string), and the flag of the timestamp
 _FLAGS_AT = _FRAME_HEADER_BYTES + 12
@@ -78,20 +79,22 @@ class CheckedTransport(TransportFactory):
         )
         #: Random, so no publisher can send it.
         self.mark = f"unreadable:{secrets.token_hex(16)}"
+        #: Why the server takes no messages on this connection: an alarm of its memory or disk.
+        self.blocked: str | None = None
 
     async def create(
         self, url: URL, **options: Any
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await self._inner.create(url, **options)
-        return cast("asyncio.StreamReader", _Frames(reader, self.mark)), writer
+        return cast("asyncio.StreamReader", _Frames(reader, self)), writer
 
 
 class _Frames:
     """The part of StreamReader the client uses. Reads frame by frame and returns checked bytes."""
 
-    def __init__(self, reader: asyncio.StreamReader, mark: str) -> None:
+    def __init__(self, reader: asyncio.StreamReader, transport: CheckedTransport) -> None:
         self._reader = reader
-        self._mark = mark
+        self._transport = transport
         self._held = memoryview(b"")
 
     def at_eof(self) -> bool:
@@ -118,7 +121,7 @@ class _Frames:
             if _readable(timeless):
                 return timeless
             (size,) = struct.unpack_from(">Q", frame, _FRAME_HEADER_BYTES + 4)
-            marked = commands.Basic.Properties(content_type=self._mark)
+            marked = commands.Basic.Properties(content_type=self._transport.mark)
             return pamqp.frame.marshal(
                 header.ContentHeader(body_size=size, properties=marked), channel
             )
@@ -128,6 +131,10 @@ class _Frames:
             and not _readable(frame)
         ):
             return _with_readable_names(frame, channel)
+        if channel == 0 and kind == _METHOD and frame.startswith(_BLOCKED, _FRAME_HEADER_BYTES):
+            self._transport.blocked, _ = _short_text(frame, _FRAME_HEADER_BYTES + 4)
+        elif channel == 0 and kind == _METHOD and frame.startswith(_UNBLOCKED, _FRAME_HEADER_BYTES):
+            self._transport.blocked = None
         return frame
 
 

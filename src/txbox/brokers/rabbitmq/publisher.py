@@ -88,6 +88,10 @@ class RabbitMQPublisher(LoopPublisher):
                     await self._send(part, batch)
         except TimeoutError:
             # a queue that cannot confirm does not mean the server is away
+            blocked = None if self._connection is None else self._connection.frames.blocked
+            if not batch.heard and blocked is not None:
+                # it says nothing else until there is room again
+                raise ConnectionError(f"the server takes no messages, {blocked}") from None
             if not batch.heard:
                 async with asyncio.timeout(batch.last_word_s):
                     await self._look()
