@@ -41,13 +41,21 @@ TABLES = (
     "CREATE TABLE ledger (number {serial}, mid varchar(99) NOT NULL, amount integer, note varchar(99))",
     "CREATE TABLE line (number {serial}, ledger_number integer REFERENCES ledger (number), note varchar(99))",
     "CREATE TABLE account (name varchar(99) NOT NULL PRIMARY KEY, balance integer NOT NULL, at {moment} NULL)",
-    "CREATE TABLE event (mid varchar(99) NOT NULL PRIMARY KEY, made_at {moment} DEFAULT CURRENT_TIMESTAMP)",
+    "CREATE TABLE event (mid varchar(99) NOT NULL PRIMARY KEY, made_at {moment} DEFAULT {now})",
     "INSERT INTO account (name, balance) VALUES ('shop', 100)",
 )
 _TYPES = {
-    "sqlite": {"serial": "INTEGER PRIMARY KEY", "moment": "timestamp"},
-    "postgresql": {"serial": "serial PRIMARY KEY", "moment": "timestamptz"},
-    "mysql": {"serial": "integer PRIMARY KEY AUTO_INCREMENT", "moment": "datetime(6)"},
+    "sqlite": {"serial": "INTEGER PRIMARY KEY", "moment": "timestamp", "now": "CURRENT_TIMESTAMP"},
+    "postgresql": {
+        "serial": "serial PRIMARY KEY",
+        "moment": "timestamptz",
+        "now": "CURRENT_TIMESTAMP",
+    },
+    "mysql": {
+        "serial": "integer PRIMARY KEY AUTO_INCREMENT",
+        "moment": "datetime(6)",
+        "now": "CURRENT_TIMESTAMP(6)",
+    },
 }
 MESSAGES = [
     Message[Any](id=f"m-{amount}", topic="payments", payload=b'{"amount": %d}' % amount)

@@ -66,6 +66,7 @@ _STATEMENTS_MAX = 8
 _DRAWS = (0.0001, 0.9999, 0.5)
 # two clocks of one moment
 _MOMENT_S = 120.0
+_ENDS = re.compile(r"\b(?:commit|rollback)\(")
 _WHOLE = re.compile(r"(?<![\w.])\d+(?![\w.])")
 
 
@@ -351,7 +352,10 @@ class _Proof:
                 seconds[0].line, f"{seconds[0].what}, which waits for its own transaction"
             )
         elif error_type == "TransactionBroken":
-            self._early(first)
+            # a driver in C tells no profiler
+            lines, number = inspect.getsourcelines(inspect.unwrap(handler.function))
+            ending = (at for at, text in enumerate(lines, number) if _ENDS.search(text))
+            self._early(first._replace(number=next(ending, first.number)))
         elif (
             not recorder.errors or error_type == "InFailedSqlTransaction" or "Aborted" in error_type
         ):
