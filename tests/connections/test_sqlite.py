@@ -413,6 +413,39 @@ def test_discard_ends_the_drivers_thread_also_in_a_transaction(sqlite_url: str) 
         assert raw.value("SELECT count(*) FROM sqlite_master WHERE name = 'left_behind'") == 0
 
 
+def test_discard_ends_a_transaction_though_somebody_keeps_a_cursor(sqlite_url: str) -> None:
+    """As a traceback does, which holds the handler's frames: SQLite keeps a closed connection for an open statement."""
+    database = open_database(sqlite_url)
+    assert database.sync is not None
+    kept: list[Any] = []
+
+    def unlocked() -> None:
+        with Raw(sqlite_url) as raw:
+            raw.execute("PRAGMA busy_timeout = 0")
+            raw.execute("BEGIN IMMEDIATE")
+            raw.execute("ROLLBACK")
+
+    connection = acquired(database.sync)
+    connection.begin((statement("CREATE TABLE left_behind (id integer)"),))
+    kept.append(connection.native.execute("SELECT 1 UNION SELECT 2"))
+    kept[0].fetchone()
+    connection.discard()
+    unlocked()
+
+    async def abandon() -> list[threading.Thread]:
+        connection = await _acquired(database)
+        await connection.begin((statement("CREATE TABLE left_behind (id integer)"),))
+        cursor = await connection.native.execute("SELECT 1 UNION SELECT 2")
+        kept.append(cursor)
+        await cursor.fetchone()
+        threads = _drivers_threads()
+        connection.discard()
+        return threads
+
+    _ended(asyncio.run(abandon()))
+    unlocked()
+
+
 def test_an_idle_connection_serves_another_event_loop(sqlite_url: str) -> None:
     database = open_database(sqlite_url)
 

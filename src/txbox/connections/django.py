@@ -7,7 +7,9 @@ release of a savepoint. Django's transactions are sync only, and so are its hand
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timezone
 from math import inf
 from typing import Any
@@ -357,12 +359,20 @@ class DjangoConnection(Connection):
             self._wrapper = None
         if self._atomic is None:
             if not self._nested:
-                self.native.close()
+                self._close()
             return
         if not self._nested:
             # if closed first, atomic() sends nothing
-            self.native.close()
+            self._close()
         self._leave()
+
+    def _close(self) -> None:
+        raw = self.native.connection
+        if raw is not None and self.native.vendor == "sqlite":
+            # see its own adapter: a statement that is not read to its end would keep the transaction
+            with suppress(sqlite3.Error):
+                raw.rollback()
+        self.native.close()
 
     def _leave(self) -> None:
         self._leave_inner()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from math import inf
 from types import CoroutineType
@@ -537,6 +538,10 @@ class SQLAlchemyConnection(Connection):
     def _close(self) -> None:
         if not self._raw.closed:
             self._wire.give_up()
+            if self._dialect.name == "sqlite":
+                # see its own adapter: a statement that is not read to its end would keep the transaction
+                with suppress(exc.SQLAlchemyError, driver_error(self._raw.dialect)):
+                    self._raw.connection.rollback()
             self._raw.invalidate()
         self._ended()
         self._raw.close()

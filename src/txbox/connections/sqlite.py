@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -49,6 +50,8 @@ _TRANSACTION = 22
 _VALUE = re.compile(r"x?'(?:[^']|'')*'|(?<![\w.\"])-?\d+(?:\.\d+)?(?![\w\"])", re.IGNORECASE)
 # how long BEGIN IMMEDIATE waits for the transaction of another connection
 _BUSY_TIMEOUT_S = 10.0
+# what a connection that does nothing needs to end
+_QUIET_END_S = 0.1
 _WATCHED_STEPS = 100_000
 
 _NAME = attrgetter("name")
@@ -190,6 +193,12 @@ class _Heard(sqlite3.Connection):
         if self.settings is not None and self.sets is not None:
             self.quiet = self.settings.quiet
             self.sets(self.settings.of(text))
+
+    def close(self) -> None:
+        # a statement that is not read to its end, which a traceback may keep, keeps a closed connection's transaction
+        with suppress(sqlite3.Error):
+            self.rollback()
+        super().close()
 
     def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
         if sql not in self.quiet:
@@ -392,6 +401,8 @@ class SqliteConnection(Connection):
         """Have aiosqlite finish its queue, roll back, close and end its thread."""
         self.native.stop()
         driver = self.native._thread  # noqa: SLF001 - has no public name
+        # an interruption fails the rollback, too, where a statement is not read to its end
+        driver.join(_QUIET_END_S)
         try:
             while driver.is_alive():
                 # statements nobody waits for must not keep their locks; a queued one may start later
