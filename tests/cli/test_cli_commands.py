@@ -357,8 +357,8 @@ def test_every_command_prints_json(sqlite_shop: Command) -> None:
     send(sqlite_shop, "3")
     for words in _EVERY_COMMAND_AS_JSON:
         assert isinstance(sqlite_shop(*words, "--json").json, dict)
-    # encrypt takes an App with a codec: tests/admin/test_encrypt.py
-    beside = {"demo", "ui", "completion", "encrypt"}
+    # encrypt takes an App with a codec: tests/admin/test_encrypt.py; prove an empty inbox: tests/testing/test_proof.py
+    beside = {"demo", "ui", "completion", "encrypt", "prove"}
     covered = {words[0] for words in _EVERY_COMMAND_AS_JSON} | beside
     (commands,) = (action.choices for action in make_parser()._actions if action.dest == "command")
     assert covered == set(commands or ())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.support.partitions import finished_at
 from tests.support.shop import CONSUMER, TOPIC, Shop, add_effect
 from txbox import Message, Outcome, Reject, RetryPolicy
 from txbox.admin import Admin, InboxFilter, QuarantineFilter
@@ -203,6 +204,8 @@ class Lives(RuleBasedStateMachine):
 
     @rule()
     def prune(self) -> None:
+        # what was done in this very moment is not older than nothing
+        finished_at(self.shop.raw, datetime(2020, 1, 1, tzinfo=UTC), "processed_at IS NOT NULL")
         run_once(self.shop.app, "prune", Task(older_than=timedelta(0), at_any_time=True))
         for message_id in [*self.world.rows]:
             if self.world.rows[message_id].status in ("processed", "discarded"):
