@@ -178,7 +178,7 @@ release:
     goto end_idle;
 
 record:
-    atomic { /* point: before:record_insert */ /* point: before:record_update */
+    atomic { /* point: after:record_insert */ /* point: after:record_update */
       holder == NOBODY ->
       if
 #ifdef UNCONDITIONAL_FAILURE
@@ -193,7 +193,7 @@ record:
       ; letter = (status == dead)
 #endif
     };
-    /* point: after:record_attempt */
+    /* point: after:commit */
 
 ack:
     atomic { /* point: before:ack */

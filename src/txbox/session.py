@@ -230,6 +230,16 @@ class Connection(ABC):
         """Whether the transaction it began has ended, known without a round trip; False if unknown."""
         return False
 
+    #: It can send BEGIN, statements and COMMIT together: `one_trip`.
+    pipelines = False
+
+    async def one_trip(self, statements: Statements) -> list[Result]:
+        """Run statements as a transaction, with one wait for all of it; only where it `pipelines`.
+
+        An error is `definite` unless the COMMIT may have taken effect.
+        """
+        raise NotImplementedError
+
     async def alone(self, statement: Statement) -> Result:
         """Run one statement as a transaction of its own, without BEGIN and COMMIT if the driver can."""
         (result,) = await self.begin((statement,))
@@ -439,16 +449,19 @@ class Session:
         """See `Transaction.send`."""
         await self.execute(statement)
 
-    async def commit(self, statements: Statements = ()) -> list[Result]:
+    async def commit(self, statements: Statements = (), *, goes_on: bool = False) -> list[Result]:
         """Run statements and COMMIT unless one fails, in one round trip if the driver can.
 
         Once the COMMIT is sent, its answer is awaited even if the caller is cancelled.
+
+        Args:
+            goes_on: more of this batch may follow, so that nothing is to be begun behind it.
         """
         connection = self.connection
         assert connection is not None, "no transaction has begun"
         _around(statements, "before:commit", "before")
         then = None
-        if self._following is not None and not self._offered and statements:
+        if self._following is not None and not self._offered and statements and not goes_on:
             # only the first COMMIT of a batch may have the next batch behind it: if this batch goes on, it may
             # have to wait, and whoever waits must hold no ids
             self._offered = True
@@ -516,10 +529,47 @@ class Session:
     close = discard
 
     async def together(self, statements: Statements) -> list[Result]:
-        """Run statements as a transaction of their own."""
+        """Run statements as a transaction of their own, in one round trip if the driver can.
+
+        Nothing that they return can stop the COMMIT.
+        """
+        if not self._preparing:
+            await self._go_on()
+            if self.connection is None:
+                self.connection = await self._connections.acquire()
+            if self.connection.pipelines:
+                sent = self._in_one_trip(statements)
+                return await (_shielded(sent) if self.is_async else sent)
         results = await self.begin(statements)
         await self.commit()
         return results
+
+    async def _in_one_trip(self, statements: Statements) -> list[Result]:
+        at("before:begin")
+        again, others = False, 0
+        while True:
+            connection = self.connection
+            if connection is None:
+                connection = self.connection = await self._connections.acquire()
+            self._waits[self] = time.monotonic()
+            try:
+                results = await connection.one_trip(statements)
+            except StoreError as error:
+                if self._away(error) and error.definite and not again:
+                    again = True
+                elif error.code == _NO_RIGHT and others < _OTHERS_MAX:
+                    others += 1
+                else:
+                    raise
+                self.discard()
+            else:
+                _around(statements, "after:begin", "after")
+                at("after:commit")
+                self.connection = None
+                await self._connections.release(connection)
+                return results
+            finally:
+                self._waits.pop(self, None)
 
     async def alone(self, statement: Statement) -> Result:
         """Run one statement as a transaction of its own, without BEGIN and COMMIT if the driver can.

@@ -12,13 +12,14 @@ import psycopg
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from psycopg import pq
 from psycopg.adapt import PyFormat, Transformer
 from psycopg_pool import ConnectionPool
 
 from tests.support.databases import NewDatabase
 from txbox import App, Message, Outcome
 from txbox.connections import open_database
-from txbox.connections.libpq import BEGIN, COMMIT, Pipeline, _dump, _int_arrays  # pyright: ignore[reportPrivateUsage]
+from txbox.connections.libpq import BEGIN, COMMIT, Pipeline, _dump, _int_arrays, _Sent  # pyright: ignore[reportPrivateUsage]
 from txbox.session import Session, Statement, drive
 
 
@@ -179,6 +180,23 @@ def test_a_commit_whose_plan_the_server_lost_is_not_in_doubt(pool: ConnectionPoo
         raw.wait(pipeline.send((), before=BEGIN))
         raw.execute("DEALLOCATE ALL")
         raw.wait(pipeline.send((two,), after=COMMIT))
+
+
+def test_an_end_that_follows_the_answer_of_a_commit_says_nothing_of_it(
+    pool: ConnectionPool[Any],
+) -> None:
+    """A server that shuts down may end the connection between a COMMIT and the sync behind it."""
+    with pool.connection() as raw:
+        answer = raw.pgconn.make_empty_result
+        fine, ended = answer(pq.ExecStatus.COMMAND_OK), answer(pq.ExecStatus.FATAL_ERROR)
+        pipeline = Pipeline(raw, prepare=True, translate=lambda _: None)
+        sent = _Sent((), BEGIN, COMMIT)
+        sent.opening = sent.closing = 1
+        definite = [
+            pipeline._failure(sent, answers).definite
+            for answers in ([ended], [fine, ended], [fine, fine, ended])
+        ]
+    assert definite == [True, False, False]
 
 
 def test_the_plans_of_two_connections_have_different_names(new_database: NewDatabase) -> None:

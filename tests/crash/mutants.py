@@ -300,13 +300,7 @@ async def _record_unconditionally(
         )
     )
     await db.commit()
-    return _Recorded()
-
-
-@dataclass
-class _Recorded:
-    status: str = "failed"
-    attempts: int = 1
+    return False, 1
 
 
 # -- (e) a leased completion without the fence --------------------------------------------------

@@ -17,8 +17,9 @@ _ALWAYS = {
 _ALSO: dict[Mode, set[str]] = {
     "inline": set(),
     "retried": {
-        "before:record_insert",
-        "after:record_attempt",
+        "record_failure",
+        "after:record_insert",
+        "before:record_attempt",
         "after:lease",
         "after:claim_leased",
     },
@@ -39,7 +40,7 @@ _ALSO: dict[Mode, set[str]] = {
         "after:record_own",
         "during:commit",
     },
-    "stored": {"after:store", "before:lease", "after:lease", "after:claim_leased"},
+    "stored": {"after:store", "after:lease", "after:claim_leased"},
 }
 
 

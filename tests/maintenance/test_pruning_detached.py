@@ -69,12 +69,12 @@ def over(of_uuid7: Shop) -> Shop:
 @pytest.mark.parametrize(
     ("point", "nth", "attached", "there"),
     [
-        ("before:partition_detach", 1, True, True),
-        ("after:partition_detach", 1, True, True),
-        ("before:partitions_detached", 2, False, True),
-        ("before:partition_drop", 1, False, True),
-        ("after:partition_drop", 1, False, True),
-        ("before:prune_orphans", 1, False, False),
+        # each is a transaction in one round trip: behind it, it is committed
+        ("after:partitions", 1, True, True),
+        ("after:partition_detach", 1, False, True),
+        ("after:partitions_detached", 2, False, True),
+        ("after:partition_drop", 1, False, False),
+        ("after:prune_orphans", 1, False, False),
     ],
 )
 def test_the_next_run_drops_what_a_killed_one_has_detached(

@@ -37,7 +37,7 @@ def recorded(shop: Shop, payload: bytes = b"{}", token: str = "") -> Any:
     message = Message[Any](id="a", topic=TOPIC, payload=payload)
     handler = next(iter(shop.app.handlers))
     arrival: Arrival = handler.arrival(message, shop.app.limits)
-    return drive(
+    written = drive(
         shop.app._any_sync(),
         shop.app.store.record_failure,
         CONSUMER,
@@ -47,6 +47,7 @@ def recorded(shop: Shop, payload: bytes = b"{}", token: str = "") -> Any:
         token=token,
         lock_timeout=shop.app.limits.lock_timeout,
     )
+    return None if written is None else shop.row("a")
 
 
 def snapshot(shop: Shop) -> list[tuple[Any, ...]]:
@@ -230,7 +231,7 @@ def test_a_failure_is_left_to_the_transaction_that_holds_its_message_by_then(
     with opened(url, limits=limits) as shop, plain_connection(url) as rival:
         shop.handler(lambda message, tx: fail())
         claims = partial(Inbox(CONSUMER).accept, rival, paid("a"))
-        with meanwhile("before:record_update", claims):
+        with meanwhile("record_failure", claims):
             assert shop.deliver(paid("a")) is Outcome.IN_PROGRESS
         rival.rollback()
         # nothing of the limit is left on a connection, and nothing is settled
@@ -268,7 +269,7 @@ def test_a_failure_that_must_not_get_lost_is_recorded_whoever_holds_the_row(
         letting_go.start()
         if leased:
             assert shop.deliver(paid("a")) is Outcome.DEFERRED
-        with meanwhile("before:record_update", hold):
+        with meanwhile("record_failure", hold):
             (outcome,) = shop.work() if leased else (shop.deliver(paid("a")),)
         letting_go.join()
         assert outcome is (Outcome.FAILED if leased else Outcome.DEAD)

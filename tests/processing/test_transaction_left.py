@@ -134,7 +134,7 @@ def test_a_handler_that_closes_its_connection_costs_only_its_message(
         )
 
 
-@pytest.mark.parametrize("point", ["before:record_update", "before:record_attempt"])
+@pytest.mark.parametrize("point", ["after:record_insert", "before:record_attempt"])
 def test_a_stray_thread_that_breaks_a_transaction_of_txbox_costs_a_retry(
     postgresql_url: str, point: str
 ) -> None:

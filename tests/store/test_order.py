@@ -208,8 +208,8 @@ def test_rows_behind_one_another_need_no_look_at_other_keys(
     monkeypatch.setattr(session, "crash_point", points.append)
     drained(shop)
     assert done(shop.raw) == {"a": list(range(1, 31))}
-    assert points.count("before:lease_next") == 29, "30, but for the end of the first look's share"
-    assert points.count("before:lease_ordered") < 29
+    assert points.count("after:lease_next") == 29, "30, but for the end of the first look's share"
+    assert points.count("after:lease_ordered") < 29
 
 
 def test_redelivered_messages_keep_their_place(shop: Shop) -> None:

@@ -126,7 +126,7 @@ def test_what_is_neither_won_nor_found_is_trouble_and_no_endless_loop(
         if isinstance(event, ConsumptionPaused):
             reasons.append(event.reason)
 
-    async def nothing(*_: Any) -> dict[str, Any]:
+    def nothing(*_: Any) -> dict[str, Any]:
         return {}
 
     with app_of(database_url) as app:
@@ -134,7 +134,7 @@ def test_what_is_neither_won_nor_found_is_trouble_and_no_endless_loop(
     with App(database_url, limits=Limits(unavailable_for=_SOON), observers=[observe]) as app:
         app.handler("t", consumer="c", mode=mode)(lambda _message, _tx: None)
         assert app.process(message("first")).settles
-        monkeypatch.setattr(InboxStore, "classify", nothing)
+        monkeypatch.setattr(InboxStore, "existing", nothing)
         with pytest.raises(StoreUnavailable, match="cannot read"):
             app.process(message("known", key="fails"))
     assert "cannot read" in reasons[0]
@@ -143,12 +143,12 @@ def test_what_is_neither_won_nor_found_is_trouble_and_no_endless_loop(
 def test_accept_says_that_it_cannot_read_a_row(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def nothing(*_: Any) -> dict[str, Any]:
+    def nothing(*_: Any) -> dict[str, Any]:
         return {}
 
     with app_of(database_url) as app:
         app.process(message("known"))
-        monkeypatch.setattr(InboxStore, "classify", nothing)
+        monkeypatch.setattr(InboxStore, "existing", nothing)
         with pytest.raises(StoreUnavailable, match="cannot read"), app.transaction() as tx:
             Inbox(consumer="c").accept(tx, "known")
 

@@ -31,8 +31,15 @@ class _Meddled(Session):
     async def execute(self, statement: Statement) -> Any:
         return await self._meddle("execute", (statement,), partial(super().execute, statement))
 
-    async def commit(self, statements: Statements = ()) -> Any:
-        return await self._meddle("commit", statements, partial(super().commit, statements))
+    async def commit(self, statements: Statements = (), *, goes_on: bool = False) -> Any:
+        commit = partial(super().commit, statements, goes_on=goes_on)
+        return await self._meddle("commit", statements, commit)
+
+    async def together(self, statements: Statements) -> Any:
+        # in two steps, so that both are met
+        results = await self.begin(statements)
+        await self.commit()
+        return results
 
     async def rollback(self) -> None:
         await self._meddle("rollback", (), super().rollback)

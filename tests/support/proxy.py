@@ -34,7 +34,8 @@ class Proxy:
     never hears. Each cut is one; afterwards everything passes again. `hang()` is a server that accepts
     connections and says nothing, until `go_on()`; `refuse()` ends all connections, and takes no new ones. `lose()` is a
     network that drops what the connections made so far send, without an end; new ones pass. `delay_s` is what
-    each piece of data waits, either way; `lead_to` is for connections that follow.
+    each piece of data waits, either way; `lead_to` is for connections that follow. `trips` counts how often clients
+    have sent something after an answer.
     """
 
     def __init__(self, url: str) -> None:
@@ -48,6 +49,8 @@ class Proxy:
         self.cut: Cut | None = None
         self.cuts = 0
         self.delay_s = 0.0
+        self.trips = 0
+        self._answered = True
         self._refusing = False
         self._lost: set[socket.socket] = set()
         # a connection is either made before all of them end, or it is refused
@@ -130,6 +133,8 @@ class Proxy:
         while data := _read(client):
             if client in self._lost:
                 continue
+            if self._answered:
+                self._answered, self.trips = False, self.trips + 1
             cut = self.cut if _COMMIT.search(data) else None
             if cut is not None:
                 self.cut, self.cuts = None, self.cuts + 1
@@ -159,6 +164,7 @@ class Proxy:
                 time.sleep(self.delay_s)
             if client in self._lost:
                 continue
+            self._answered = True
             if deaf.is_set() or not _write(client, data):
                 break
         _end(server)

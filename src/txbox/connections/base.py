@@ -606,6 +606,11 @@ def plain_rows(rows: Iterable[Iterable[Any]]) -> list[tuple[Any, ...]]:
     ]
 
 
+def closes(statements: Statements) -> bool:
+    """Whether the last statements of a transaction close its claim; one that won nothing has no close."""
+    return any(statement.name == "close" for statement in statements)
+
+
 def check_closed(statement: Statement, result: Result) -> Result:
     """Return the result, unless it is of a close that names its guard but found none.
 

@@ -29,6 +29,7 @@ from txbox.connections.base import (
     check_closed,
     check_committed,
     check_session,
+    closes,
     connection_lost,
     cut_off_bytes,
     dbapi_error,
@@ -323,10 +324,11 @@ class DjangoConnection(Connection):
     async def commit(self, statements: Statements) -> list[Result]:
         if self.native.needs_rollback and not self.native.closed_in_transaction:
             raise _marked()
-        if self._nested and self._claims and not statements:
+        if self._nested and self._claims and not closes(statements):
             # the claim found nothing new but armed the guard, which must not stay armed in the outer transaction
+            results = [await self.execute(statement) for statement in statements]
             await self.rollback()
-            return []
+            return results
         results = [await self.execute(statement) for statement in statements or (PROBE,)]
         if not self._nested:
             # these run after the transaction is committed: Django logs their exceptions, which must not

@@ -277,11 +277,18 @@ class Pipeline:
             return self._read(sent, answers)
         except StoreError as error:
             # outside a transaction, whatever came before the refusal is undone with it
-            undone = after is not COMMIT and pgconn.transaction_status == _IDLE
+            undone = pgconn.transaction_status == _IDLE and (
+                after is not COMMIT or before is not None
+            )
             if error.fault is not Fault.PREPARED or not undone:
                 raise
         # somebody else who uses the pool had every plan deallocated: prepare again
         return (yield from self.send(statements, before=before, after=after))
+
+    def one_trip(self, statements: Statements) -> Generator[Wait, Ready, list[Result]]:
+        """Send a whole transaction, unless the server has already closed the connection; as `send`."""
+        check_alive(self._connection.pgconn)
+        return (yield from self.send(statements, before=BEGIN, after=COMMIT))
 
     def begun(
         self, meanwhile: Callable[[], object] | None = None
@@ -300,7 +307,8 @@ class Pipeline:
 
     def _put(self, pgconn: Any, sent: _Sent) -> None:
         if sent.before is not None:
-            sent.opening = self._command(pgconn, sent.before, BEGIN if self._prepare else None)
+            key = BEGIN if self._prepare and sent.before is BEGIN else None
+            sent.opening = self._command(pgconn, sent.before, key)
         name: bytes | None = None
         for statement in sent.statements:
             plan = self._plans.get(statement.sql)
@@ -388,7 +396,8 @@ class Pipeline:
             # a pooler, or the handler's DEALLOCATE ALL, removed them: prepare again
             self.forget()
         last = sent.opening + len(sent.statements) + len(sent.parsed) + sent.closing - 1
-        if sent.after is COMMIT and len(answers) > last and refused is answers[last]:
+        if sent.after is COMMIT and not any(refused is one for one in answers[:last]):
+            # COMMIT's own answer, or what a server said that was ended behind it
             found.definite = refused_commit(found)
         found.__cause__ = error
         return found
@@ -429,6 +438,31 @@ def _without_parses(
             next(rest)
         found.append(next(rest))
     return found
+
+
+def check_alive(pgconn: Any) -> None:
+    """Find out, without a round trip, whether the server has closed an idle connection.
+
+    A COMMIT that is about to travel with its BEGIN would be in doubt otherwise. An end that is still on its way is
+    not seen, and puts it in doubt.
+
+    Raises:
+        StoreUnavailable: it has.
+    """
+    try:
+        # the first reads what the server may have said, the second that nothing follows
+        pgconn.consume_input()
+        pgconn.consume_input()
+    except psycopg.Error as error:
+        pgconn.finish()
+        raise connection_lost(error.sqlstate) from error
+
+
+def deallocates(connection: Any) -> bool | None:
+    """Whether psycopg deallocates every prepared statement behind the next rollback; None if that is not known."""
+    # it does so if it has prepared any; private, so a release may be without it
+    names = getattr(getattr(connection, "_prepared", None), "_names", None)
+    return None if names is None else bool(names)
 
 
 def nothing() -> Generator[Wait, Ready, None]:
@@ -734,10 +768,12 @@ class Plans:
         self._ours: dict[str, tuple[Plan, tuple[str, ...]]] = {}
         self._named = 0
 
-    def forget(self) -> None:
-        """Forget all plans: the server has deallocated every prepared statement."""
+    def forget(self) -> bool:
+        """Forget all plans; returns whether there were any, which the server is to deallocate."""
+        plans = [*self._known.values(), *(plan for plan, _ in self._ours.values())]
         self._known.clear()
         self._ours.clear()
+        return any(plan is not None and plan.names for plan in plans)
 
     def find(self, query: str) -> Plan | None:
         """Return the plan of a query with `%s` placeholders; None for those left to psycopg."""

@@ -47,6 +47,7 @@ from txbox.connections.libpq import (
     Queue,
     Watched,
     close_idle,
+    deallocates,
     defer,
     deferring_of,
     in_use,
@@ -424,6 +425,12 @@ class PsycopgConnection(Connection):
 
     # outside a transaction, a pipeline is a transaction of its own
     alone = execute
+    pipelines = True
+
+    async def one_trip(self, statements: Statements) -> list[Result]:
+        results: list[Result] = await self._waited(self._pipeline.one_trip(statements))
+        self.changed = None
+        return results
 
     async def savepoint(self) -> None:
         await self._command(SAVEPOINT)
@@ -487,18 +494,22 @@ class PsycopgConnection(Connection):
             # whatever became of it, it is rolled back
             with suppress(StoreError):
                 await self.begun()
-        self._plans.forget()
+        # a failure may have kept the handler's deferred statements from being prepared
+        deferred = self._plans.forget()
         if self.native.pgconn.transaction_status == pq.TransactionStatus.IDLE:
             # a refused COMMIT already ended the transaction, and psycopg keeps what it has prepared
             return
-        self._pipeline.forget()
+        deallocated = deallocates(self.native)
+        if deallocated is None or deallocated or deferred:
+            self._pipeline.forget()
         try:
             await self._turn(nothing())  # psycopg itself would wait without a limit
             rolled_back = self.native.rollback()
             if self.is_async:
                 await rolled_back
-            # psycopg may have deallocated everything or nothing just now: make sure it is everything
-            await self._turn(self._pipeline.send((), after=DEALLOCATE))
+            if deallocated is None or (deferred and not deallocated):
+                # psycopg may have deallocated everything or nothing just now: make sure it is everything
+                await self._turn(self._pipeline.send((), after=DEALLOCATE))
         except psycopg.Error as error:
             raise connection_lost(error.sqlstate) from error
 

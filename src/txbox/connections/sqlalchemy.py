@@ -326,6 +326,7 @@ class SQLAlchemyConnection(Connection):
     def prepare(self, settings: Settings | None) -> None:
         """Request READ COMMITTED, even from an engine in autocommit; the pool resets it afterwards."""
         self._wire = wire(self._raw, self._dialect, style_of(self._raw.dialect))
+        self.pipelines = isinstance(self._wire, Libpq)
         name = self._dialect.name
         _check_once(self._raw, dates=not isinstance(self._wire, Libpq))
         # with libpq, BEGIN names the level itself
@@ -389,6 +390,14 @@ class SQLAlchemyConnection(Connection):
         except errors:
             # the server is away after all
             return inf
+
+    @_bridged
+    def one_trip(self, statements: Statements) -> list[Result]:
+        assert isinstance(self._wire, Libpq), "it does not pipeline"
+        try:
+            return self._wire.one_trip(statements)
+        except self._errors as error:
+            raise self._failure(error) from _reason(error)
 
     @_bridged
     def savepoint(self) -> None:
@@ -485,10 +494,11 @@ class SQLAlchemyConnection(Connection):
     def rollback(self) -> None:
         try:
             over = not self.lost and self._wire.is_over()
-            if self._transaction.is_active:
+            # None after `one_trip`, which SQLAlchemy knows nothing of
+            if self._transaction is not None and self._transaction.is_active:
                 self._transaction.rollback()
             elif not self.lost:
-                # COMMIT was refused, in which case SQLite keeps the transaction open
+                # or COMMIT was refused, in which case SQLite keeps the transaction open
                 self._raw.connection.rollback()
             if not over:
                 self._wire.rolled_back()
@@ -782,7 +792,7 @@ class Wire(Protocol):
         ...
 
     def is_over(self) -> bool:
-        """Whether the transaction has ended, so that the driver's rollback will do nothing."""
+        """Whether the transaction has ended, so that the driver's rollback will do nothing. Asked before it."""
         ...
 
     def rolled_back(self) -> None: ...
@@ -873,21 +883,22 @@ class Libpq:
     """Through libpq's pipeline, on psycopg's connection."""
 
     def __init__(self, raw: sa.Connection, dialect: Dialect) -> None:
-        from txbox.connections.libpq import BEGIN, COMMIT, DEALLOCATE, ExclusiveUse, Pipeline
+        from txbox.connections import libpq
 
-        self._begin, self._commit, self._deallocate = BEGIN, COMMIT, DEALLOCATE
+        self._libpq = libpq
         self._raw = raw
-        pipeline: Pipeline | None = raw.info.get(_INFO)
+        pipeline: libpq.Pipeline | None = raw.info.get(_INFO)
         if pipeline is None:
             driver: Any = raw.connection.driver_connection
-            pipeline = raw.info[_INFO] = Pipeline(
+            pipeline = raw.info[_INFO] = libpq.Pipeline(
                 driver,
                 # engines behind a pooler switch off psycopg's prepared statements
                 prepare=driver.prepare_threshold is not None,
                 translate=lambda error: dbapi_error(error, dialect),
             )
         self._pipeline = pipeline
-        self._use = ExclusiveUse(raw.connection.driver_connection)
+        self._use = libpq.ExclusiveUse(raw.connection.driver_connection)
+        self._deallocates: bool | None = None
 
     def _wait(self, steps: Any) -> list[Result]:
         adapted: Any = self._raw.connection.dbapi_connection
@@ -900,13 +911,16 @@ class Libpq:
         return cast("list[Result]", adapted.run_async(wait))
 
     def begin(self, statements: Statements) -> list[Result]:
-        return self._wait(self._pipeline.send(statements, before=self._begin))
+        return self._wait(self._pipeline.send(statements, before=self._libpq.BEGIN))
 
     def execute(self, statement: Statement) -> Result:
         return self._wait(self._pipeline.send((statement,)))[0]
 
     def commit(self, statements: Statements) -> list[Result]:
-        return self._wait(self._pipeline.send(statements, after=self._commit))
+        return self._wait(self._pipeline.send(statements, after=self._libpq.COMMIT))
+
+    def one_trip(self, statements: Statements) -> list[Result]:
+        return self._wait(self._pipeline.one_trip(statements))
 
     @property
     def taken(self) -> bool:
@@ -927,13 +941,17 @@ class Libpq:
 
     def is_over(self) -> bool:
         driver: Any = self._raw.connection.driver_connection
+        self._deallocates = self._libpq.deallocates(driver)
         # 0 is libpq's PQTRANS_IDLE
         return int(driver.pgconn.transaction_status) == 0
 
     def rolled_back(self) -> None:
+        if self._deallocates is False:
+            return
         self._pipeline.forget()
-        # psycopg may have deallocated everything or nothing just now: make sure it is everything
-        self._wait(self._pipeline.send((), after=self._deallocate))
+        if self._deallocates is None:
+            # psycopg may have deallocated everything or nothing just now: make sure it is everything
+            self._wait(self._pipeline.send((), after=self._libpq.DEALLOCATE))
 
 
 def wire(raw: sa.Connection, dialect: Dialect, style: Style) -> Wire:

@@ -17,11 +17,11 @@ from txbox.errors import LONGEST, Fault, Reject, Retry, StoreError, UnusableMess
 from txbox.events import ErrorContained, Events, MessageDead, MessageFailed
 from txbox.handlers import Handler, HandlerOptions
 from txbox.outbox import DeadLetters
-from txbox.outcome import Answer, Outcome, Status
+from txbox.outcome import Answer, Outcome
 from txbox.policy import Limits, Redaction
 from txbox.session import Raised, Session, Transaction
 from txbox.store.codec import Arrival
-from txbox.store.inbox import Existing, Failure, InboxStore
+from txbox.store.inbox import Failure, InboxStore
 
 # the whole package
 _HERE = str(Path(__file__).parents[1])
@@ -264,9 +264,10 @@ class Recorder:
         retry, lock_timeout = handler.options.retry, self._limits.lock_timeout
         failure, kept = failure.drawn(arrival, retry), arrival
 
-        async def dying(db: Session, row: Existing) -> None:
-            await self._dying(db, handler, kept, failure, row.attempts)
+        async def letter(db: Session, attempts: int) -> None:
+            await self._dying(db, handler, kept, failure, attempts)
 
+        dying = None if handler.options.dead_letter_topic is None else letter
         try:
             row = await self._store.record_failure(
                 db, handler.consumer, arrival, failure, retry,
@@ -288,9 +289,7 @@ class Recorder:
             )  # fmt: skip
         if row is None:
             return None
-        return self.reported(
-            handler, arrival, Recorded(failure, row.status == Status.DEAD, row.attempts)
-        )
+        return self.reported(handler, arrival, Recorded(failure, *row))
 
     async def parked_within(
         self, db: Transaction, handler: Handler, arrival: Arrival, raised: Raised, token: str

@@ -200,8 +200,11 @@ class HandlerTransaction:
             won = self.store.claimed(claiming, results)
             if won is not None and won.ids:
                 ran.fresh = won.ids
+            elif won is not None:
+                await self._lost_all(db, ran, handler, arrivals, won)
+                return ran
             else:
-                await self._read_others(db, ran, handler, arrivals, won, token)
+                await self._read_others(db, ran, handler, arrivals, None, token)
         except StoreError as error:
             return await self._not_claimed(db, error)
         if not ran.fresh:
@@ -255,6 +258,9 @@ class HandlerTransaction:
             won = self.store.claimed(claiming, results)
             if won is not None and len(won.ids) == len(arrivals):
                 ran.fresh = won.ids
+            elif won is not None and not won.ids:
+                await self._lost_all(db, ran, handler, arrivals, won)
+                return ran
             else:
                 await self._read_others(db, ran, handler, arrivals, won, token)
         except StoreError as error:
@@ -325,6 +331,28 @@ class HandlerTransaction:
             "claim_leased", consumer, ids, token=token, lease=claim.lease,
             lock_timeout=lock_timeout, idle_s=idle_s, keep=handler.keeps_payload, wait=wait,
         )  # fmt: skip
+
+    async def _lost_all(
+        self,
+        db: Session,
+        ran: TransactionResult,
+        handler: Handler,
+        arrivals: Sequence[Arrival],
+        won: Won,
+    ) -> None:
+        """Read the rows of a claim that won nothing, and end its transaction."""
+        if not handler.options.keep_result:
+            ran.existing = dict.fromkeys(won.finished, FINISHED)
+        unread = [row.message_id for row in arrivals if row.message_id not in ran.existing]
+        if not unread:
+            await self._nothing_won(db)
+        elif self.store.dialect.has("arm"):
+            ran.existing.update(await self.store.classify(db, handler.consumer, unread))
+            await self._nothing_won(db)
+        else:
+            statement = self.store.classifying(handler.consumer, unread)
+            (result,) = await db.commit((statement,), goes_on=True)
+            ran.existing.update(self.store.existing(result))
 
     async def _nothing_won(self, db: Session) -> None:
         """End a transaction with nothing to keep: if the claim armed a guard, only ROLLBACK lifts it."""

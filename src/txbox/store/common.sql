@@ -85,12 +85,14 @@ UPDATE txbox_inbox
         OR (status = 'failed' AND :token::text = '' AND [same payload_hash, :payload_hash::bytea] AND attempts > 0
             AND attempts = (SELECT count(*) FROM txbox_attempt AS past
                              WHERE past.consumer = :consumer::text AND past.message_id = :message_id::text)))
+[parked]
 
 -- name: record_bare
 -- record_update of a lease that leaves the content as it is stored: it cannot be written anew.
 UPDATE txbox_inbox
    SET starts = [greatest](starts - 1, 0), [failing]
  WHERE consumer = :consumer::text AND message_id = :message_id::text AND status = 'processing' AND token = :token::text
+[parked]
 
 -- name: record_insert
 -- Somebody else's row is left alone; then nothing is written.
@@ -103,6 +105,7 @@ VALUES (:consumer::text, :message_id::text,
         [in :delay_s], :error_type::text, :error::text, :fingerprint::text,
         :content_type::text, :headers::text, :origin::text, :payload::bytea, :has_payload::boolean, :key_id::text)
 [unless_there]
+[parked]
 
 -- ---- leases.py ------------------------------------------------------------------------------------------------------
 

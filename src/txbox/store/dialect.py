@@ -103,10 +103,7 @@ class Dialect:
         begin: Statements = (),
     ) -> Result:
         """Execute one query in a transaction of its own, behind the statements that it begins with."""
-        await db.begin(begin)
-        result = await db.execute(self.statement(name, params, rows))
-        await db.commit()
-        return result
+        return (await db.together((*begin, self.statement(name, params, rows))))[-1]
 
     async def take(
         self,
@@ -121,6 +118,27 @@ class Dialect:
         them, and a second one takes them. Its row parameters are the first columns that were read.
         """
         found = await db.execute(self.statement(name, params, rows))
+        return await self._taken(db, name, params, found)
+
+    async def take_alone(
+        self,
+        db: Session,
+        name: str,
+        params: Mapping[str, Any],
+        rows: Mapping[str, Sequence[Any]] | None = None,
+    ) -> Result:
+        """`take` in a transaction of its own. Nothing that the rows contain can stop the COMMIT."""
+        statement = self.statement(name, params, rows)
+        if name not in self.seconds:
+            return (await db.together((statement,)))[0]
+        (found,) = await db.begin((statement,))
+        taken = await self._taken(db, name, params, found)
+        await db.commit()
+        return taken
+
+    async def _taken(
+        self, db: Transaction, name: str, params: Mapping[str, Any], found: Result
+    ) -> Result:
         if name not in self.seconds or not found.rows:
             return found
         second = self.seconds[name]

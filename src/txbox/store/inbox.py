@@ -14,7 +14,7 @@ from txbox.errors import Fault, StoreError, StoreUnavailable, UnreadableMessage
 from txbox.message import Message
 from txbox.outcome import Status
 from txbox.policy import RetryPolicy
-from txbox.session import Result, Session, Statement, Statements, Transaction
+from txbox.session import Result, Session, Statement, Statements, Transaction, at
 from txbox.store.codec import Arrival, Columns, Row, quarantine_hash
 from txbox.store.dialect import Dialect
 
@@ -324,9 +324,14 @@ class InboxStore:
         """
         if not ids:
             return {}
-        result = await db.execute(
-            self.dialect.statement("classify", {"consumer": consumer}, {"message_id": ids})
-        )
+        return self.existing(await db.execute(self.classifying(consumer, ids)))
+
+    def classifying(self, consumer: str, ids: Sequence[str]) -> Statement:
+        """Return the statement that reads the rows under these ids, one or more, for `existing`."""
+        return self.dialect.statement("classify", {"consumer": consumer}, {"message_id": ids})
+
+    def existing(self, result: Result) -> dict[str, Existing]:
+        """Return the rows that `classifying` has read, by id."""
         return {
             row[0]: Existing(
                 status=row[1],
@@ -495,20 +500,20 @@ class InboxStore:
         *,
         token: str,
         lock_timeout: timedelta,
-        dying: Callable[[Session, Existing], Awaitable[None]] | None = None,
+        dying: Callable[[Session, int], Awaitable[None]] | None = None,
         bare: bool = False,
-    ) -> Existing | None:
+    ) -> tuple[bool, int] | None:
         """Record a failure in a transaction of its own, over an existing row or as a new one.
 
         Args:
             token: of the caller's lease, if it has one.
             lock_timeout: the longest wait for a transaction that holds the row.
             bare: the content cannot be written. A leased row keeps what it has; a new one has none.
-            dying: what else must happen in this transaction if the row becomes dead.
+            dying: what else must happen in this transaction if the row becomes dead; gets its failures.
 
         Returns:
-            The row as it is afterwards. None means that it belongs to somebody else by now (processed,
-            dead, leased to another, with another payload, or decided on by an operator): nothing was
+            Whether the row is dead, and how many failures it has now. None means that it belongs to somebody else by
+            now (processed, dead, leased to another, with another payload, or decided on by an operator): nothing was
             written; classify again.
 
         Raises:
@@ -520,29 +525,48 @@ class InboxStore:
             another's lease, another payload, or what an operator has edited or retried.
         """
         params = self._failed_row(consumer, arrival, failure, retry, token=token, bare=bare)
-        await db.begin(self.begin_bounded(lock_timeout))
-        update = "record_bare" if bare and token else "record_update"
-        written = await db.execute(self.dialect.statement(update, params))
-        if written.count == 0 and not token:
+        update = self.dialect.statement(
+            "record_bare" if bare and token else "record_update", params
+        )
+        insert = self.dialect.statement("record_insert", params)
+        # most have no row yet, and where an INSERT skips a rival's row it may come first
+        tries = (
+            (update,) if token else (insert, update) if self.dialect.returning else (update, insert)
+        )
+        at("record_failure")
+        written = (await db.begin(self.begin_bounded(lock_timeout, tries[0])))[-1]
+        for statement in tries[1:]:
+            if self._wrote(written):
+                break
             try:
-                written = await db.execute(self.dialect.statement("record_insert", params))
+                written = await db.execute(statement)
             except StoreError as error:
                 # where the INSERT cannot skip a rival's row, it fails instead
                 if error.fault is not Fault.DUPLICATE:
                     raise
-        if written.count == 0:
+        if not self._wrote(written):
             await self.rollback_bounded(db)
             return None
-        row = (await self.classify(db, consumer, [arrival.message_id])).get(arrival.message_id)
-        if row is None:
-            raise out_of_sight(consumer)
-        await db.execute(
-            self.failed_attempt(consumer, arrival, failure, status=row.status, number=row.attempts)
-        )
-        if dying is not None and row.status == Status.DEAD:
-            await dying(db, row)
-        await db.commit(self.commit_bounded())
-        return row
+        if self.dialect.returning:
+            status, attempts = written.rows[0]
+        else:
+            row = (await self.classify(db, consumer, [arrival.message_id])).get(arrival.message_id)
+            if row is None:
+                raise out_of_sight(consumer)
+            status, attempts = row.status, row.attempts
+        attempt = self.failed_attempt(consumer, arrival, failure, status=status, number=attempts)
+        dead = status == Status.DEAD
+        if dying is not None and dead:
+            await db.execute(attempt)
+            await dying(db, attempts)
+            await db.commit(self.commit_bounded())
+        else:
+            await db.commit((attempt, *self.commit_bounded()), goes_on=True)
+        return dead, attempts
+
+    def _wrote(self, result: Result) -> bool:
+        # SQLAlchemy counts no rows of a statement that returns some
+        return bool(result.rows) if self.dialect.returning else result.count > 0
 
     async def record_failure_of_claimed(
         self,

@@ -80,14 +80,10 @@ async def lease(
     else:
         params["limit"] = limit
         name = "lease"
-    await db.begin()
-    result = await store.dialect.take(db, name, params)
-    if not result.rows and params.get("after"):
+    leased = await _leased(db, store, consumer, name, params)
+    if not leased and params.get("after"):
         # nothing from there on, so start over at the first key
-        result = await store.dialect.take(db, name, params | {"after": ""})
-    leased = _read(store, consumer, result)
-    # a ROLLBACK would cost the connection its prepared statements when there is nothing to lease
-    await db.commit()
+        leased = await _leased(db, store, consumer, name, params | {"after": ""})
     if heads_only and not suspect:
         _look_on(store, consumer, leased, limit)
     return leased
@@ -114,10 +110,22 @@ async def lease_next(
     """Lease the row of a key whose turn it is, if it is due and no earlier run of it is unfinished."""
     params: dict[str, Any] = {"consumer": consumer, "key": key, "token": token}
     params |= {"lease_s": lease.duration.total_seconds(), "dead_blocks": dead_blocks}
-    await db.begin()
-    leased = _read(store, consumer, await store.dialect.take(db, "lease_next", params))
-    await db.commit()
+    leased = await _leased(db, store, consumer, "lease_next", params)
     return leased[0] if leased else None
+
+
+async def _leased(
+    db: Session, store: InboxStore, consumer: str, name: str, params: dict[str, Any]
+) -> list[Leased]:
+    """Lease by a query, in a transaction of its own, and read what it leased."""
+    if store.columns.codec is None:
+        return _read(store, consumer, await store.dialect.take_alone(db, name, params))
+    # a codec may raise, for instance while its key service is away: then nothing must be leased, which counts a start
+    await db.begin()
+    leased = _read(store, consumer, await store.dialect.take(db, name, params))
+    # a ROLLBACK would cost the connection its prepared statements when there is nothing to lease
+    await db.commit()
+    return leased
 
 
 def storing(
@@ -180,10 +188,7 @@ async def heartbeat(
 ) -> int:
     """Extend leases held under `token`; returns how many. Rows in a handler's transaction are skipped."""
     params = {"consumer": consumer, "token": token, "lease_s": lease.duration.total_seconds()}
-    await db.begin()
-    result = await store.dialect.take(db, "heartbeat", params, {"message_id": ids})
-    await db.commit()
-    return result.count
+    return (await store.dialect.take_alone(db, "heartbeat", params, {"message_id": ids})).count
 
 
 async def release(

@@ -74,6 +74,9 @@ FOR UPDATE SKIP LOCKED
 -- fragment: for_update
 FOR UPDATE
 
+-- fragment: parked
+-- No statement returns what it has written.
+
 -- fragment: durable
 -- A transaction cannot choose its durability here.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from txbox.errors import LONGEST, UnreadableMessage
 from txbox.message import Headers, Message
-from txbox.session import Session, Statement, Transaction
+from txbox.session import Result, Session, Statement, Transaction
 from txbox.store.codec import Columns, Row
 from txbox.store.dialect import Dialect, as_time
 
@@ -147,15 +147,29 @@ class OutboxStore:
             self._after, self._back_at = _START, time.monotonic() + self._back_s
             # later each time that it finds nothing before: else it might never see the rows behind those that wait
             self._back_s *= 2
-        await db.begin()
-        for _ in range(_PAGES):
+        (found,) = await db.begin((self._paging(limit, taken),))
+        overtaken: list[str] = []
+        committed = False
+        for number in range(_PAGES):
             before = self._after
-            page = await self._page(db, limit, taken)
+            if number:
+                found = await db.execute(self._paging(limit, taken))
+            page = self._page(found)
             look.more = len(page) == limit
             page = [row for row in page if taken.fits(row.topic, row.type)]
             wanted = await self._eligible(db, page, taken) if page else []
             fitting = _within(wanted, payload_bytes)
-            look.rows = await self._take(db, fitting, token, lease_s, taken.route)
+            if fitting:
+                params = {"token": token, "lease_s": lease_s, "route": taken.route}
+                ids = {"id": [row.id for row in fitting]}
+                committed = self.columns.codec is None and "relay_lease" not in self.dialect.seconds
+                if committed:
+                    statement = self.dialect.statement("relay_lease", params, ids)
+                    (leased,) = await db.commit((statement,))
+                else:
+                    # read before the COMMIT: a codec may raise, for instance while its key service is away
+                    leased = await self.dialect.take(db, "relay_lease", params, ids)
+                look.rows, overtaken = self._leased(fitting, leased)
             if not look.more:
                 self._after = _START
             if len(fitting) < len(wanted):
@@ -163,23 +177,23 @@ class OutboxStore:
             if look.rows or not look.more:
                 self._back_s = _BACK_S
                 break
-        await db.commit()
+            if committed:
+                break
+        release = (self.release(overtaken, token=token),) if overtaken else ()
+        if not committed:
+            await db.commit(release)
+        elif release:
+            await db.together(release)
         return look
 
-    async def _page(self, db: Transaction, limit: int, taken: Taken) -> list[_Candidate]:
+    def _paging(self, limit: int, taken: Taken) -> Statement:
         after_at, after_number = self._after
-        found = await db.execute(
-            self.dialect.statement(
-                "relay_page",
-                {
-                    **taken.params,
-                    "after_at": after_at,
-                    "after_number": after_number,
-                    "limit": limit,
-                },
-                taken.rows,
-            )
-        )
+        params = {
+            **taken.params, "after_at": after_at, "after_number": after_number, "limit": limit,
+        }  # fmt: skip
+        return self.dialect.statement("relay_page", params, taken.rows)
+
+    def _page(self, found: Result) -> list[_Candidate]:
         if found.rows:
             last = found.rows[-1]
             self._after = (last[4], last[1])
@@ -222,32 +236,20 @@ class OutboxStore:
             or first.get((row.topic, row.key)) == row.number
         ]
 
-    async def _take(
-        self,
-        db: Transaction,
-        wanted: Sequence[_Candidate],
-        token: str,
-        lease_s: float,
-        route: str,
-    ) -> list[Staged]:
-        if not wanted:
-            return []
-        found = await self.dialect.take(
-            db,
-            "relay_lease",
-            {"token": token, "lease_s": lease_s, "route": route},
-            {"id": [row.id for row in wanted]},
-        )
+    def _leased(
+        self, wanted: Sequence[_Candidate], found: Result
+    ) -> tuple[list[Staged], list[str]]:
+        """Return the rows that were leased, in order, and the ids of those to be given back at once."""
         rows = sorted((self._staged(row) for row in found.rows), key=lambda row: row.number)
         taken = {row.id for row in rows}
         # another relay was faster with an earlier row of the key, so the later rows must stay behind it
         overtaken = {
             (row.topic, row.key) for row in wanted if row.key is not None and row.id not in taken
         }
-        left = [row for row in rows if (row.message.topic, row.message.key) in overtaken]
-        if left:
-            await db.execute(self.release([row.id for row in left], token=token))
-        return [row for row in rows if (row.message.topic, row.message.key) not in overtaken]
+        behind = [row.id for row in rows if (row.message.topic, row.message.key) in overtaken]
+        return [
+            row for row in rows if (row.message.topic, row.message.key) not in overtaken
+        ], behind
 
     def _staged(self, row: Sequence[Any]) -> Staged:
         (row_id, number, topic, kind, key, content_type, headers, payload, key_id, at, attempts) = (

@@ -77,6 +77,9 @@ CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_writ
 -- fragment: durable
 RETURNING [flushed]
 
+-- fragment: parked
+RETURNING status, attempts
+
 -- fragment: unless_there
 -- ON CONSTRAINT, not a column list: inference fails while the index is rebuilt concurrently.
 ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING

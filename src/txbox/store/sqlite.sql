@@ -71,6 +71,9 @@ txbox_inbox WHERE consumer = :consumer AND has_payload ORDER BY arrival
 
 -- fragment: durable
 
+-- fragment: parked
+RETURNING status, attempts
+
 -- fragment: unless_there
 ON CONFLICT (consumer, message_id) DO NOTHING
 

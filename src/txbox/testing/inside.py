@@ -13,6 +13,7 @@ from txbox.connections.base import (
     ConnectionSource,
     Database,
     Executor,
+    closes,
     dbapi_error,
     handler_left,
 )
@@ -211,11 +212,12 @@ class _Savepoint(Connection):
 
     async def commit(self, statements: Statements) -> list[Result]:
         self._check_nested()
-        if self._claims and not statements:
+        if self._claims and not closes(statements):
             # a claim without a close wrote nothing but armed the guard, which must be undone because the
             # surrounding transaction goes on
+            results = [await self.execute(statement) for statement in statements]
             await self.rollback()
-            return []
+            return results
         if self._is_session:
             inner, self._inner = self._inner, None
             try:
