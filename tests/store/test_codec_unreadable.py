@@ -303,7 +303,8 @@ def test_the_session_s_format_of_dates_does_not_matter(new_database: NewDatabase
             (row,) = admin.list(InboxFilter())
             assert row.updated_at.year > 2000
             assert admin.show(InboxFilter(consumer=CONSUMER, message_id="a"))[0].history
-            admin.workers(), admin.pauses(), admin.audit(), admin.failures()
+            for look in (admin.workers, admin.pauses, admin.audit, admin.failures):
+                look()
 
 
 SERVICE = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta
@@ -658,7 +658,7 @@ def _column(
 
 
 @contextmanager
-def shown(values: dict[str, Any], name: str, instead: Any = None) -> Iterator[None]:
+def shown(values: dict[str, Any], name: str, instead: Any = None) -> Generator[None]:
     """Decode a column for people: one that cannot be shown says so, or is `instead`, and hides no other row."""
     try:
         yield

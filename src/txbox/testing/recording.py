@@ -415,8 +415,12 @@ def _concurrency(recorder: Recorder, call: Call) -> Generator[None]:
             if trail is None or trail[1] - {"asyncio"}:
                 return create(coroutine, **options)
             task = create(_later_async(coroutine, trail[0]), **options)
-            # it may be cancelled before it begins
-            task.add_done_callback(lambda _: coroutine.close())
+
+            def ended(_: object) -> None:
+                # it may be cancelled before it begins
+                coroutine.close()
+
+            task.add_done_callback(ended)
             recorder.start(lambda: not task.done(), trail[0])
             return task
 
