@@ -6,6 +6,7 @@ import itertools
 import json
 import sqlite3
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from tests.support.backlog import fill
 from tests.support.databases import Raw
 from tests.support.shop import CONSUMER, Shop, opened, paid
 from txbox import App
-from txbox.session import drive
+from txbox.session import Session, Statement, drive
 from txbox.store import leases
 from txbox.store import schema as tables
-from txbox.store.dialect import dialect, native
+from txbox.store.dialect import as_time, dialect, native
 
 pytestmark = pytest.mark.every_database
 
@@ -324,3 +325,22 @@ def _indexes(raw: Raw) -> list[tuple[Any, ...]]:
         case _:
             text = "SELECT name, sql FROM sqlite_master WHERE type = 'index' AND tbl_name = 'txbox_inbox' ORDER BY 1"
     return raw.rows(text)
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+def test_the_clock_is_not_behind_what_was_written_before_it_was_read(shop: Shop) -> None:
+    """SQLite's day numbers are some 40 us off: what was stored in this millisecond was said to be in the future."""
+    assert shop.app.database.sync is not None
+    written = shop.app.store.dialect.statement("database_clock")
+    clock = shop.app.store.dialect.statement("clock")
+    for _ in range(50):
+        written_at, clock_s = drive(shop.app.database.sync, _both, written, clock)
+        assert datetime.fromtimestamp(clock_s, UTC) >= written_at
+
+
+async def _both(db: Session, written: Statement, clock: Statement) -> tuple[datetime, float]:
+    written_at = as_time((await db.alone(written)).rows[0][0])
+    assert written_at is not None
+    return written_at, float((await db.alone(clock)).rows[0][0])

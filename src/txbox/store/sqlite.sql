@@ -21,10 +21,11 @@ strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -[seconds]))
 strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', [seconds]))
 
 -- fragment: age moment
-(julianday('now') - julianday([moment])) * 86400.0
+round((julianday('now') - julianday([moment])) * 86400.0, 3)
 
 -- fragment: clock
-(julianday('now') - 2440587.5) * 86400
+-- A day's fraction keeps milliseconds to 40 us: unrounded, half of what was written in this one lay in the future.
+round((julianday('now') - 2440587.5) * 86400, 3)
 
 -- fragment: text column
 [column]
