@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import statistics
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ def circumstances(url: str | None) -> dict[str, Any]:
             "libpq": psycopg.pq.version(),
         },
         "server": {} if url is None else _settings(url),
+        "flush_us": None if url is None else flush_us(url),
         "load_1min": os.getloadavg()[0],
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--", "src", "benchmarks/*.py")),
@@ -57,6 +60,20 @@ def _settings(url: str) -> dict[str, str]:
             (list(_SETTINGS),),
         ).fetchall()
     return dict(rows)
+
+
+def flush_us(url: str) -> float:
+    """What it takes until a commit is on the server's disk: "times naive" measures little else."""
+    took: dict[str, list[float]] = {"true": [], "false": []}
+    with psycopg.connect(url, autocommit=True) as connection:
+        # the same record of WAL, which the commit waits for or not
+        for transactional in ("true", "false") * 200:
+            began = time.perf_counter()
+            connection.execute(
+                f"SELECT pg_logical_emit_message({transactional}, 'txbox', '')".encode()
+            )
+            took[transactional].append(time.perf_counter() - began)
+    return (statistics.median(took["true"]) - statistics.median(took["false"])) * 1e6
 
 
 def _cpu() -> str:
