@@ -240,6 +240,27 @@ def test_a_group_lost_with_the_connection_misses_nothing_that_came_since(stream:
     source.close()
 
 
+def test_a_stream_that_is_deleted_while_its_group_is_made_misses_nothing(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker ended with "Redis refused a command" when it started in that moment."""
+    source = stream.opened(start="$")
+    source._ready = source._was_ready = False
+    create = source._create
+
+    def lose(start: str) -> None:
+        monkeypatch.undo()
+        create(start)
+        stream.client.delete(stream.topic)
+        stream.add("m0")
+
+    monkeypatch.setattr(source, "_create", lose)
+    (delivery,) = received(source)
+    assert message_id(the_message(delivery)) == "m0"
+    source.settle([delivery])
+    source.close()
+
+
 def test_a_server_that_is_away_at_first(throwaway_redis: ThrowawayRedis) -> None:
     stream = Stream(throwaway_redis.url)
     stream.create()

@@ -260,15 +260,24 @@ class RedisStreams(Source):
         # a group that was there and is gone must not miss what came since
         self._create("0" if self._was_ready else self._start)
         for stream in self._streams:
-            after: bytes | str = "0"
-            while entries := [
-                entry
-                for _, found in self._read_group("COUNT", _COMMAND_IDS, "STREAMS", stream, after)
-                for entry in found
-            ]:
-                self._keep(stream, entries, redelivered=True)
-                after = entries[-1][0]
+            try:
+                self._read_pending(stream)
+            except exceptions.ResponseError as error:
+                if code_of(error) != "NOGROUP":
+                    raise
+                # deleted since; whatever was pending went with it
+                self._recreate()
         self._ready = self._was_ready = True
+
+    def _read_pending(self, stream: str) -> None:
+        after: bytes | str = "0"
+        while entries := [
+            entry
+            for _, batch in self._read_group("COUNT", _COMMAND_IDS, "STREAMS", stream, after)
+            for entry in batch
+        ]:
+            self._keep(stream, entries, redelivered=True)
+            after = entries[-1][0]
 
     def _create(self, start: str) -> None:
         """Create the streams and groups that are missing; `start` applies to a group created here."""
