@@ -111,6 +111,8 @@ def check(raw: Raw, folder: Path, seed: int, *, broker: str) -> Checked:
             others.update(int(word[:-1]) for word in fact.words if word and word[-1] == "!")
     edited = {(fact.words[0], fact.words[1]) for fact in facts(folder, "edited")}
     accepted = {(fact.words[0], fact.words[1]) for fact in facts(folder, "accepted")}
+    # the operator also replays what `inline` has accepted as `copy`
+    accepted |= {("copy", message_id) for consumer, message_id in accepted if consumer == "inline"}
 
     found: dict[str, list[str]] = defaultdict(list)
     for name, what in _wrong_messages(tables, seed, confirmed, edited):

@@ -408,7 +408,6 @@ class Producer:
             return batch
         fresh = range(self._number, self._number + 50)
         self._number = fresh.stop
-        os.pwrite(self._next, b"%012d" % fresh.stop, 0)
         batch += [(number, False) for number in fresh]
         for _ in range(10 if self._sent else 0):
             batch.append((self._rng.choice(self._sent), False))
@@ -425,6 +424,8 @@ class Producer:
             good = str(message.id).split("-")[1] == "ok"
             messages.append(other(message) if is_other and good else message)
         self._journal.write("sending", *(_told(one) for one in batch))
+        # behind the journal: what nobody had begun to send when this was killed must not be missing
+        os.pwrite(self._next, b"%012d" % self._number, 0)
         answers = _published(self._publisher, messages)
         confirmed = [one for one, error in zip(batch, answers, strict=True) if error is None]
         self._journal.write("sent", *(_told(one) for one in confirmed))
