@@ -465,9 +465,9 @@ class Routes:
     def adopts(self, route: str, topic: str, kind: str | None, cause_consumer: str | None) -> bool:
         """Whether this app's consumers take rows whose route it does not know.
 
-        True in three cases: an earlier release with other consumers, or without a handler for them,
-        staged the rows for one of these consumers; or a handler of this app staged them before rows had
-        routes; or any App may consume them, and their topic does not also come from a broker.
+        True in three cases: this app staged the rows for one of these consumers when it had other consumers, or no
+        handler for them; or a handler of this app staged them by an Outbox without an App; or any App may consume
+        them, and their topic does not also come from a broker.
         """
         consumers = self._handlers.consumers()
         if not self._handlers.matching(topic, kind) or not self._is_wanted(topic):
@@ -631,7 +631,7 @@ class DeadLetters:
             try:
                 await self._outbox.staging(db, dialect, [letter], otherwise=LOCAL)
             except UnusableMessage as error:
-                # the codec fails on it, or it is as an earlier release took it: what can be said is said
+                # the codec fails on it, or it has what cannot be staged: what can be said is said
                 empty = replace(
                     letter, body=b"", type=None, key=None, content_type=None,
                     headers=[*headers[-_LETTER_HEADERS:], ("dead-letter-content", str(error))],

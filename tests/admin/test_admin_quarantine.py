@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import pytest
 
@@ -13,12 +12,10 @@ from tests.support.command import Command
 from tests.support.databases import Raw
 from tests.support.shop import TOPIC, Shop, opened, paid, statuses
 from tests.support.waiting import DEADLINE_S, eventually
-from txbox import App, Limits, Message, Outcome, Retention
+from txbox import Limits, Message, Outcome, Retention
 from txbox.admin import Admin, QuarantineFilter
 from txbox.events import QuarantineTrimmed, RowsChanged
 from txbox.maintenance import Task, run_once
-from txbox.store import schema as tables
-from txbox.store.dialect import dialect
 
 OTHER = b'{"cents": 999}'
 
@@ -280,19 +277,3 @@ def test_beyond_their_bound_the_oldest_payloads_go_and_their_rows_stay(database_
         assert shop.emitted(QuarantineTrimmed) == [QuarantineTrimmed(rows=5, payload_bytes=250)]
         run_once(shop.app, "prune-quarantine")
         assert len(shop.emitted(QuarantineTrimmed)) == 1
-
-
-def test_rows_of_an_earlier_version_are_counted(empty_database_url: str, raw: Any) -> None:
-    view = raw(empty_database_url)
-    name = {"postgresql": "postgresql", "mysql": "mysql"}.get(view.product, "sqlite")
-    text = tables.migration_text(dialect(name), None, upto=4)
-    for statement in tables.split(text):
-        view.execute(statement)
-    view.execute(
-        "INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, payload)"
-        " VALUES ('billing', 'a', ?, 'old', ?)",
-        (b"h" * 32, b"x" * 70),
-    )
-    with App(empty_database_url) as app:
-        assert app.init() == (4, tables.VERSION)
-    assert entries(view) == {"a": ("quarantined", 70)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from tests.support.command import SHOP, Command
 from tests.support.databases import FreshDatabase, NewDatabase, Raw
 from tests.support.meddling import Verb, drive_meddled
 from tests.support.shop import opened
+from tests.support.versions import NEXT, released
 from txbox import App
 from txbox.errors import SchemaError
 from txbox.session import Statements
@@ -283,26 +285,16 @@ def test_a_viewer_role_counts_and_sees_no_content(command: Command, roles: Roles
 
 
 def test_a_later_version_is_printed_and_applied_from_the_one_before(
-    sqlite_url: str, raw: RawOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    sqlite_url: str, raw: RawOf, tmp_path: Path
 ) -> None:
     """With one more migration beside those there are, the upgrade is that migration alone."""
-    before, after = tables.VERSION, tables.VERSION + 1
-    folder = tmp_path / "package" / "migrations" / "sqlite"
-    folder.mkdir(parents=True)
-    (folder / f"{after:04}_more.sql").write_text(
-        "CREATE TABLE txbox_more (id TEXT);\n"
-        f"INSERT INTO txbox_schema (version, compatible_from) VALUES ({after}, 1);\n"
-    )
-    (folder / "0001_inbox.sql").write_text("SELECT 'not this one';\n")
-    monkeypatch.setattr(tables, "files", lambda _package: tmp_path / "package")
-    monkeypatch.setattr(tables, "VERSION", after)
-    monkeypatch.setattr(tables.migration_text, "__defaults__", (0, after))
-    with App(sqlite_url) as app:
+    before = tables.VERSION
+    with released(tmp_path, NEXT, oldest=before), App(sqlite_url) as app:
         text = tables.migration_text(app.store.dialect, None, after=before)
-        assert text.startswith("CREATE TABLE txbox_more")
-        assert "not this one" not in text
-        assert app.init() == (before, after)
-        assert app.init() == (after, after)
+        assert "CREATE TABLE txbox_more (" in text
+        assert "CREATE TABLE txbox_inbox (" not in text
+        assert app.init() == (before, NEXT)
+        assert app.init() == (NEXT, NEXT)
     assert raw(sqlite_url).value("SELECT count(*) FROM txbox_more") == 0
 
 

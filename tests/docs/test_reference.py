@@ -165,8 +165,8 @@ def test_outcomes_and_statuses_are_described() -> None:
 def test_every_table_and_column_is_described() -> None:
     from tests.docs.pages import ROOT
 
-    sql = (ROOT / "src/txbox/store/migrations/postgresql/0001_inbox.sql").read_text()
-    for table, body in re.findall(r"CREATE TABLE (\w+) \((.*?)\n\);", sql, re.DOTALL):
+    sql = (ROOT / "src/txbox/store/migrations/postgresql/0001_tables.sql").read_text()
+    for table, body in re.findall(r"CREATE TABLE (\w+) \((.*?)\n\)", sql, re.DOTALL):
         assert table in TABLES.headings(), f"{table} has no heading"
         section = TABLES.text.partition(f"## {table}\n")[2].partition("\n## ")[0]
         for column in re.findall(r"^    ([a-z_]+) ", body, re.MULTILINE):

@@ -162,22 +162,22 @@ def test_the_app_in_a_project(tmp_path: Path, shop: str, raw: Callable[[str], Ra
 _UNFIT = [
     (
         "INSERT INTO txbox_schema (version, compatible_from) VALUES (99, 99)",
-        "The txbox tables are at version 99, which this release (version 11) cannot use.",
+        "The txbox tables are at version 99, which this release (version 1) cannot use.",
         "Upgrade txbox with `pip install -U txbox`.",
     ),
     (
-        "DELETE FROM txbox_schema WHERE version > 9",
-        "The txbox tables are at version 9, but this release needs 10.",
+        "DELETE FROM txbox_schema WHERE version > 1; UPDATE txbox_schema SET version = 0",
+        "The txbox tables are at version 0, but this release needs 1.",
         "Run `manage.py txbox schema apply`.",
     ),
     (
         "DELETE FROM django_migrations WHERE app = 'txbox'",
-        "The txbox tables are at version 9, but this release needs 10.",
+        "The txbox tables are at version 0, but this release needs 1.",
         "Run `manage.py migrate`.",
     ),
     (
         (
-            "INSERT INTO django_migrations (app, name, applied) VALUES ('txbox', '0011_tables', now()); "
+            "INSERT INTO django_migrations (app, name, applied) VALUES ('txbox', '0001_tables', now()); "
             "DROP TABLE txbox_schema"
         ),
         "The txbox tables are missing.",
@@ -203,7 +203,7 @@ def test_tables_that_do_not_fit_this_release(
 
 
 def test_the_command_takes_its_app_from_the_settings(tmp_path: Path, shop: str) -> None:
-    assert "CREATE TABLE txbox_inbox" in _manage(tmp_path, shop, "sqlmigrate", "txbox", "0011")
+    assert "CREATE TABLE txbox_inbox" in _manage(tmp_path, shop, "sqlmigrate", "txbox", "0001")
     _manage(tmp_path, shop, "txbox", "init")
     # the tables of `txbox init` are taken over
     _manage(tmp_path, shop, "migrate", "txbox")

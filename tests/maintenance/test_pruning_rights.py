@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import psycopg
@@ -102,32 +100,10 @@ def sprung(view: Raw, role: str) -> list[str]:
     return sorted(found)
 
 
-def version_2(url: str) -> None:
-    """The tables of schema version 2, partitioned by the time in UUIDv7s from forty days ago on."""
-    queries = dialect("postgresql")
-    name = Path(__file__).with_name("partition_time_version_2.sql")
-    whole = tables.migration_text(queries, None, upto=2).replace(
-        "CONSTRAINT txbox_inbox_pkey PRIMARY KEY (consumer, message_id)\n);",
-        "CONSTRAINT txbox_inbox_pkey PRIMARY KEY (consumer, message_id)\n) PARTITION BY RANGE (message_id);",
-    )
-    partitions = name.read_text().replace("[ids]", "uuid7").replace("[length_s]", "86400")
-    schema, block, made = partitions.replace("[ahead]", "50").rpartition("DO $partition$")
-    made = made.replace("clock_timestamp()", "(now() - interval '40 days')")
-    with Raw(url) as raw:
-        for statement in tables.split(f"{whole}\n{schema}{block}{made}"):
-            raw.execute(statement)
-
-
-@pytest.fixture(params=["made", "upgraded"])
-def partitioned(request: pytest.FixtureRequest, new_database: NewDatabase) -> str:
-    """An inbox that is partitioned by time, as this release makes it and as it leaves an earlier one's."""
-    url = new_database("postgresql", schema=False)
-    if request.param == "made":
-        return aged(url, "uuid7")
-    version_2(url)
-    with App(url) as app:
-        assert app.init() == (2, tables.VERSION)
-    return url
+@pytest.fixture
+def partitioned(new_database: NewDatabase) -> str:
+    """An inbox that is partitioned by time."""
+    return aged(new_database("postgresql", schema=False), "uuid7")
 
 
 def test_a_role_that_may_create_in_the_schema_does_not_become_a_superuser(
@@ -170,28 +146,20 @@ def test_tables_are_made_in_a_schema_full_of_traps(new_database: NewDatabase) ->
             assert sprung(view, role) == []
 
 
-def test_functions_of_an_earlier_version_keep_their_grants(new_database: NewDatabase) -> None:
-    url = new_database("postgresql", schema=False)
-    version_2(url)
+def test_functions_search_pg_catalog_and_are_for_maintenance_alone(partitioned: str) -> None:
     role = f"txbox_maintenance_{secrets.token_hex(4)}"
     look = (
         "SELECT proname::text, proconfig::text, prosecdef,"
         " has_function_privilege(?, oid, 'EXECUTE'), has_function_privilege('public', oid, 'EXECUTE')"
         " FROM pg_proc WHERE proname ~ '^txbox_partition_' ORDER BY 1"
     )
-    with Raw(url) as admin:
+    with Raw(partitioned) as admin:
         admin.execute(f"CREATE ROLE {role}")
         try:
             for statement in tables.split(
                 tables.grants(dialect("postgresql"), "uuid7")["maintenance"]
             ):
-                # which that version did not have yet: who may drop may detach after the upgrade
-                if not re.search(
-                    "partition_detach|txbox_activity|txbox_worker|txbox_pause", statement
-                ):
-                    admin.execute(statement.replace("<maintenance>", role))
-            with App(url) as app:
-                app.init()
+                admin.execute(statement.replace("<maintenance>", role))
             pinned = '"search_path=pg_catalog, pg_temp"'
             assert admin.rows(look, (role,)) == [
                 ("txbox_partition_bound", f"{{{pinned}}}", False, True, True),

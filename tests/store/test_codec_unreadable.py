@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -184,13 +183,7 @@ def test_an_outgoing_row_that_cannot_be_read_fails_and_the_others_leave(
         with plain_connection(shop.url) as tx:
             bad = shop.app.outbox.stage(tx, TOPIC, POISON, key="k")
             behind = shop.app.outbox.stage(tx, TOPIC, b"behind", key="k")
-            odd = shop.app.outbox.stage(tx, TOPIC, b"odd")
             tx.commit()
-        # what an earlier release took for a header
-        shop.raw.execute(
-            "UPDATE txbox_outbox SET headers = ? WHERE id = ?",
-            ('[["n",5],["l",["a"]],["t","x"]]', odd),
-        )
         relayed(shop.app)
         with Admin(shop.app) as admin:
             rows = {row.message_id: row for row in admin.list(OutboxFilter())}
@@ -201,16 +194,21 @@ def test_an_outgoing_row_that_cannot_be_read_fails_and_the_others_leave(
         assert set(rows) == {bad}
         assert len(shop.emitted(OutgoingFailed)) == 1
         if destination == "broker":
-            sent = {message.id: message for message in broker.sent}
-            assert set(sent) == {behind, odd}
-            headers = dict(sent[odd].headers)
-            assert (headers["n"], json.loads(str(headers["l"])), headers["t"]) == ("5", ["a"], "x")
+            assert [message.id for message in broker.sent] == [behind]
         else:
-            assert sorted(shop.work()) == [Outcome.PROCESSED] * 2
+            assert list(shop.work()) == [Outcome.PROCESSED]
 
 
 ODD_ROWS = {
-    "headers": ['[["n",5]]', '[["n",{"b64":"!"}]]', "[[", "5", '{"a": 1}', "[" * 100_000],
+    "headers": [
+        '[["n",5]]',
+        '[["n",{}]]',
+        '[["n",{"b64":"!"}]]',
+        "[[",
+        "5",
+        '{"a": 1}',
+        "[" * 100_000,
+    ],
     "origin": ["[[", "5", '{"_time": "never"}', '{"_time": 5}', '{"_time": []}'],
 }
 

@@ -14,10 +14,8 @@ import pytest
 from tests.support.backlog import fill
 from tests.support.databases import Raw
 from tests.support.shop import CONSUMER, Shop, opened, paid
-from txbox import App
 from txbox.session import Session, Statement, drive
 from txbox.store import leases
-from txbox.store import schema as tables
 from txbox.store.dialect import as_time, dialect, native
 
 pytestmark = pytest.mark.every_database
@@ -291,40 +289,6 @@ def test_an_explanation_costs_the_same_whatever_is_in_the_table(
     for name, params, rows in asked:
         for mode in _every_mode(raw):
             assert cost(raw, name, rows, mode=mode, **params) < _FLAT[raw.product], (name, mode)
-
-
-def test_tables_of_an_earlier_version_get_the_indexes(
-    empty_database_url: str,
-    new_database: Any,
-    database_kind: Any,
-    raw: Callable[[str], Raw],
-    many: int,
-) -> None:
-    view = raw(empty_database_url)
-    for statement in tables.split(tables.migration_text(dialect(view.product), None, upto=2)):
-        view.execute(statement)
-    fill(view, many)
-    with App(empty_database_url) as app:
-        assert app.init() == (2, tables.VERSION)
-    assert _indexes(view) == _indexes(raw(new_database(database_kind.name)))
-    for name in ("lease", "lease_suspect", "rescue"):
-        assert cost(view, name) < _FLAT[view.product], name
-
-
-def _indexes(raw: Raw) -> list[tuple[Any, ...]]:
-    match raw.product:
-        case "postgresql":
-            text = (
-                "SELECT indexdef FROM pg_indexes WHERE tablename = 'txbox_inbox' ORDER BY indexname"
-            )
-        case "mysql":
-            text = (
-                "SELECT index_name, seq_in_index, column_name FROM information_schema.statistics"
-                " WHERE table_schema = DATABASE() AND table_name = 'txbox_inbox' ORDER BY 1, 2"
-            )
-        case _:
-            text = "SELECT name, sql FROM sqlite_master WHERE type = 'index' AND tbl_name = 'txbox_inbox' ORDER BY 1"
-    return raw.rows(text)
 
 
 # -- time ------------------------------------------------------------------------------------------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.databases import NewDatabase, Raw
+from tests.support.versions import LAST, NEXT, released
 from txbox import App
 from txbox.errors import Fault, StoreError
 from txbox.session import Session, blocking
@@ -34,8 +36,9 @@ def _read(app: App) -> tuple[Catalogue, list[tuple[str, str]]]:
         db.close()
 
 
-def test_a_fresh_database_has_what_the_migrations_are_read_to_make(database_url: str) -> None:
-    with App(database_url) as app:
+def _compare(url: str) -> Catalogue:
+    """Compare a database with what its migrations are read to make; returns what it has."""
+    with App(url) as app:
         found, invalid = _read(app)
     wanted = schema.expected(app.store.dialect.name)
     assert invalid == []
@@ -48,6 +51,31 @@ def test_a_fresh_database_has_what_the_migrations_are_read_to_make(database_url:
     assert {name: found.functions[name].strip() for name in wanted.functions} == {
         name: text.strip() for name, text in wanted.functions.items()
     }
+    return found
+
+
+def test_a_fresh_database_has_what_the_migrations_are_read_to_make(database_url: str) -> None:
+    _compare(database_url)
+
+
+def test_later_versions_are_read_as_they_change_the_tables(
+    empty_database_url: str, tmp_path: Path
+) -> None:
+    """A migration adds a table, a column and an index, and the one behind it drops and adds an index."""
+    name, indexes = "", []
+    for version in (NEXT, LAST):
+        with released(tmp_path / str(version), version, oldest=NEXT):
+            with App(empty_database_url) as app:
+                app.init()
+                name = app.store.dialect.name
+            has = _compare(empty_database_url)
+            assert (has.columns["txbox_more"], "note" in has.columns["txbox_job"]) == (
+                {"id", "topic"},
+                True,
+            )
+            indexes += [{"txbox_job_note", "txbox_more_id"} & set().union(*has.indexes.values())]
+    assert indexes == [{"txbox_job_note"}, {"txbox_more_id"}]
+    assert "txbox_more" not in schema.expected(name).columns
 
 
 @pytest.mark.parametrize("kind", ["uuid7", "hash"])

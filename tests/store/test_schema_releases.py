@@ -1,19 +1,28 @@
-"""A rolling deploy: this release on the tables of earlier ones, and the release before it on these tables."""
+"""A rolling deploy: a release on the tables of earlier ones, and the release before it on its tables.
+
+No version but the first exists, so that the later ones are invented.
+"""
 
 from __future__ import annotations
 
-import io
-import subprocess
-import tarfile
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.docs.pages import ROOT
-from tests.support.command import SHOP, Command
+from tests.support.command import SHOP, Command, Ended
 from tests.support.databases import FreshDatabase, NewDatabase, Raw
+from tests.support.versions import (
+    COMPATIBLE_FROM,
+    LAST,
+    NEXT,
+    SOURCE,
+    add_migrations,
+    released,
+)
 from txbox import App, Message, Outcome, Reject
 from txbox.errors import SchemaError
 from txbox.store import schema as tables
@@ -21,6 +30,14 @@ from txbox.store.dialect import dialect as load_dialect
 from txbox.store.schema import migration_text, split
 
 RawOf = Callable[[str], Raw]
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def later(tmp_path: Path) -> Iterator[None]:
+    """This is a release that writes the last version, and still works with the one before it."""
+    with released(tmp_path, LAST, oldest=NEXT):
+        yield
 
 
 def _tables_of(version: int, database: FreshDatabase, new: NewDatabase, raw: RawOf) -> str:
@@ -34,8 +51,9 @@ def _tables_of(version: int, database: FreshDatabase, new: NewDatabase, raw: Raw
     return url
 
 
-@pytest.mark.parametrize("version", range(tables.OLDEST_USABLE, tables.VERSION + 1))
-def test_this_release_works_on_every_version_that_it_says(
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("version", [NEXT, LAST])
+def test_a_release_works_on_every_version_that_it_says(
     database: FreshDatabase, new_database: NewDatabase, raw: RawOf, version: int
 ) -> None:
     url = _tables_of(version, database, new_database, raw)
@@ -56,17 +74,21 @@ def test_this_release_works_on_every_version_that_it_says(
         assert [process("1"), process("1"), process("bad")] == [
             Outcome.PROCESSED, Outcome.DUPLICATE, Outcome.DEAD,
         ]  # fmt: skip
-        assert app.init() == (version, tables.VERSION)
+        assert app.init() == (version, LAST)
         assert [process("1"), process("bad"), process("2")] == [
             Outcome.DUPLICATE, Outcome.DUPLICATE, Outcome.PROCESSED,
         ]  # fmt: skip
-    assert raw(url).value("SELECT count(*) FROM txbox_outbox") == 2
+    view = raw(url)
+    assert view.value("SELECT count(*) FROM txbox_outbox") == 2
+    applied = view.rows("SELECT version, compatible_from FROM txbox_schema ORDER BY version")
+    assert [tuple(row) for row in applied] == [(NEXT - 1, NEXT - 1), *COMPATIBLE_FROM.items()]
 
 
+@pytest.mark.usefixtures("later")
 def test_older_tables_are_refused_before_anything_is_consumed(
     database: FreshDatabase, new_database: NewDatabase, raw: RawOf
 ) -> None:
-    url = _tables_of(tables.OLDEST_USABLE - 1, database, new_database, raw)
+    url = _tables_of(NEXT - 1, database, new_database, raw)
     with App(url) as app:
 
         @app.handler("orders", consumer="billing")
@@ -92,42 +114,42 @@ def test_newer_tables_say_whether_this_release_may_use_them(
         assert "upgrade txbox" in checked.sentence
 
 
-def _git(*words: str) -> bytes:
-    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True).stdout
-
-
 @pytest.fixture(scope="module")
-def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source as it was before the tables changed last."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a checkout")
-    changed = _git("log", "-1", "--format=%H", "-G^VERSION = ", "--", "src/txbox/store/schema.py")
-    try:
-        archived = _git("archive", f"{changed.decode().strip()}^", "src/txbox")
-    except subprocess.CalledProcessError:
-        pytest.skip("a checkout without the history of the tables")
-    directory = tmp_path_factory.mktemp("before")
-    with tarfile.open(fileobj=io.BytesIO(archived)) as archive:
-        archive.extractall(directory, filter="data")
-    return directory / "src"
+def next_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source as the next release may have it: this one, and one migration more."""
+    source = tmp_path_factory.mktemp("next")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(SOURCE, source / "txbox", ignore=ignored)
+    add_migrations(source / "txbox" / "store" / "migrations")
+    module = source / "txbox" / "store" / "schema.py"
+    before, after = f"\nVERSION = {tables.VERSION}\n", f"\nVERSION = {NEXT}\n"
+    text = module.read_text()
+    assert text.count(before) == 1
+    module.write_text(text.replace(before, after))
+    return source
 
 
 @pytest.mark.slow
-def test_the_release_before_shares_these_tables_with_this_one(
-    command: Command, database: FreshDatabase, raw: RawOf, before: Path
+def test_this_release_and_the_next_share_the_tables_of_the_next(
+    command: Command, database: FreshDatabase, raw: RawOf, next_release: Path
 ) -> None:
     command.file("shop.py", SHOP)
     view = raw(database.url)
     view.execute("CREATE TABLE effect (id varchar(40))")
     shop = {**command.environment, "TXBOX_APP": "shop:app", "SHOP_URL": database.url}
-    this = Command(command.directory, shop)
-    old = Command(command.directory, {**shop, "PYTHONPATH": str(before)})
-    asked = "import txbox.store.schema as s; print(s.__file__, s.VERSION)"
-    assert old(python=["-c", asked]).out.startswith(str(before))
-    assert not old(python=["-c", asked]).out.endswith(f" {tables.VERSION}\n")
+    old = Command(command.directory, shop)
+    later = Command(command.directory, {**shop, "PYTHONPATH": str(next_release)})
+    # an interpreter of its own: a warm one has imported this release
+    new = partial(later, python=["-m", "txbox"])
+    which = "import txbox.store.schema as s; print(s.__file__, s.VERSION)"
+    found = later(python=["-c", which]).out
+    assert (found.startswith(str(next_release)), found.endswith(f" {NEXT}\n")) == (True, True)
 
+    assert f"from version {tables.VERSION} to {NEXT}" in new("schema", "apply").out
     old("schema", "check")
-    for number, (sender, worker) in enumerate([(old, this), (this, old)]):
+    assert f"at version {NEXT}: nothing to do" in new("init").out
+    pairs: list[tuple[Run, Run]] = [(old, new), (new, old)]
+    for number, (sender, worker) in enumerate(pairs):
         done, failed = f"done-{number}", f"failed-{number}"
         sender("send", "orders", "--id", done, "--data", "{}")
         worker("run", "--once")

@@ -18,7 +18,6 @@ from txbox import App, Message, Outbox, RelayPolicy
 from txbox.admin import Admin, OutboxFilter
 from txbox.brokers.local import Local
 from txbox.session import Statement, Statements, drive
-from txbox.store import schema as tables
 from txbox.worker.relay import Relay
 
 Connect = Callable[[str], AbstractContextManager[Any]]
@@ -262,17 +261,17 @@ def test_a_release_with_other_consumers_takes_what_the_last_one_left(
     assert consumers(look) == [("alerts", 3), ("stock", 3)]
 
 
-def test_rows_of_the_release_before_go_where_the_app_that_staged_them_says(
-    database_url: str, plain_connection: Connect, raw: Look
+def test_what_a_handler_stages_without_an_app_goes_where_its_app_says(
+    database_url: str, raw: Look
 ) -> None:
     look = raw(database_url)
     with App(database_url) as app, apps(database_url, consumes_it_from_a_broker, neither) as others:
         consumes_it_from_a_broker(app)
         app.handler("in", consumer="stager")(
-            lambda message, tx: app.outbox.stage(tx, TOPIC, message.id) and None
+            lambda message, tx: Outbox().stage(tx, TOPIC, message.id) and None
         )
         app.process(Message(topic="in", id="1", payload=b"{}"))
-        look.execute("UPDATE txbox_outbox SET route = ''")
+        assert [_text(route) for (route,) in look.rows("SELECT route FROM txbox_outbox")] == [""]
         look.execute("DELETE FROM txbox_inbox")
         for other in others:
             drain(other)
@@ -388,17 +387,3 @@ def _nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield plan
     for each in plan.get("Plans", ()):
         yield from _nodes(each)
-
-
-def test_rows_of_the_schema_before_are_kept_and_sent(empty_database_url: str, raw: Look) -> None:
-    url, look = empty_database_url, raw(empty_database_url)
-    with App(url) as app:
-        for sql in tables.split(
-            tables.migration_text(app.store.dialect, None, upto=tables.VERSION - 1)
-        ):
-            look.execute(sql)
-        look.execute("INSERT INTO txbox_outbox (id, topic) VALUES ('before', 't')")
-        assert app.init() == (tables.VERSION - 1, tables.VERSION)
-        app.publish(broker := Broker("redis:broker/0"))
-        drain(app)
-    assert [message.id for message in broker.sent] == ["before"]

@@ -9,7 +9,7 @@ down_revision = None
 
 def upgrade() -> None:
     op.create_table("orders", sa.Column("number", sa.Integer, primary_key=True))
-    op.txbox_upgrade(11)
+    op.txbox_upgrade(1)
 
 
 def downgrade() -> None:

@@ -712,5 +712,4 @@ def _whole(message: Message[Any], message_id: str, hashed: bytes, arrival: Arriv
         return True
     if message.payload is None:
         return hashed in (TOMBSTONE_HASH, sha256(b"").digest())
-    # that of the payload alone is what earlier releases wrote without an id, too
-    return hashed in (sha256(message.payload).digest(), arrival.hash)
+    return hashed == arrival.hash

@@ -5,7 +5,7 @@ context.configure(..., include_name=include_name, include_object=include_object)
 import txbox.integrations.alembic    # a migration; it registers the operation
 
 def upgrade():
-    op.txbox_upgrade(11)
+    op.txbox_upgrade(1)
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 
 from txbox.boundaries import Boundary, blamed
 from txbox.errors import StoreUnavailable, TxboxError, UnreadableMessage, UnusableMessage
-from txbox.message import Headers, HeaderValue, Message, header_value, headers_in
+from txbox.message import Headers, HeaderValue, Message, headers_in
 from txbox.policy import CREDENTIAL_HEADERS, Redaction
 from txbox.store.dialect import as_time
 
@@ -132,23 +132,15 @@ def _header_out(value: HeaderValue) -> object:
 
 
 def decode_headers(text: str | None) -> Headers:
-    """Read what `encode_headers` wrote."""
+    """Read what `encode_headers` wrote.
+
+    Raises:
+        ValueError, TypeError, KeyError, RecursionError: it is something else.
+    """
     if not text:
         return Headers()
-    try:
-        headers = headers_in(text)
-    except (TypeError, KeyError, ValueError):
-        # earlier releases wrote values of every kind: they are read as JSON text
-        headers = Headers((name, _header_back(value)) for name, value in json.loads(text))
-    # rows written by earlier releases may contain credentials
-    return without_credentials(headers)
-
-
-def _header_back(value: Any) -> HeaderValue:
-    try:
-        return header_value(value)
-    except (TypeError, KeyError, ValueError):
-        return json.dumps(value)
+    # the list of names may have grown since the row was written
+    return without_credentials(headers_in(text))
 
 
 def without_credentials(headers: Headers) -> Headers:
@@ -303,7 +295,7 @@ class Columns:
             raise _plain("headers")
         try:
             return decode_headers(self._text_back(text, row, "headers"))
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise _unreadable(error) from error
 
     def error(self, text: str, row: Row) -> str:

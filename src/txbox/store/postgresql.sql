@@ -781,17 +781,14 @@ SELECT 'row_security', string_agg(own.relname::text, ', ' ORDER BY own.relname)
  WHERE home.oid = to_regclass('txbox_schema')::oid AND row_security_active(own.oid)
 
 -- name: guard_check
--- The guard works only while its trigger fires on every partition. DISABLE TRIGGER silences it, and before
--- version 3 so did a replication role.
+-- The guard works only while its trigger fires on every partition, whatever the replication role.
 SELECT NOT EXISTS (SELECT 1
                      FROM (SELECT 'txbox_inbox'::regclass::oid
                             UNION ALL
                            SELECT inhrelid FROM pg_inherits WHERE inhparent = 'txbox_inbox'::regclass::oid) AS own(relation)
                     WHERE NOT EXISTS (SELECT 1 FROM pg_trigger
                                        WHERE tgname = 'txbox_inbox_guard' AND tgrelid = own.relation
-                                         AND (tgenabled = 'A'
-                                              OR tgenabled = 'O' AND NOT EXISTS (SELECT 1 FROM txbox_schema
-                                                                                  WHERE version >= 3)))) AS triggers,
+                                         AND tgenabled = 'A')) AS triggers,
        current_setting('session_replication_role') AS role
 
 -- name: schema_creators

@@ -19,11 +19,13 @@ from txbox.store.dialect import dialect as load_dialect
 from txbox.store.partitions import Partitioning
 
 #: The schema version that this release writes, and the oldest one it still works with.
-VERSION = 11
-OLDEST_USABLE = 10
+VERSION = 1
+OLDEST_USABLE = 1
 
-# the text after which PARTITION BY is added
-_INBOX_ENDS = "CONSTRAINT txbox_inbox_pkey PRIMARY KEY (consumer, message_id)\n);"
+# the storage settings of the inbox: a partitioned one has PARTITION BY in their place, and its partitions have them
+_INBOX_STORAGE = re.compile(
+    r"(?<=PRIMARY KEY \(consumer, message_id\)\n\) )WITH \(autovacuum[^;]*\)(?=;)"
+)
 
 _FILE = re.compile(r"(\d{4})_\w+\.sql")
 # a dollar-quoted body, a string, a comment, or the semicolon that ends a statement
@@ -50,11 +52,11 @@ def migration_text(
     dialect: Dialect,
     schema: str | None,
     after: int = 0,
-    upto: int = VERSION,
+    upto: int | None = None,
     *,
     partitioning: Partitioning | None = None,
 ) -> str:
-    """Return the SQL that migrates from version `after` (0: no tables) to version `upto`.
+    """Return the SQL that migrates from version `after` (0: no tables) to version `upto` (None: this release's).
 
     Raises:
         ConfigurationError: partitions for an existing table, or on a database without them.
@@ -62,24 +64,26 @@ def migration_text(
     texts = migrations(dialect.name, after, upto)
     if partitioning is not None:
         _check_partitions(dialect)
-        if after or upto < VERSION:
+        if after or (upto is not None and upto < VERSION):
             raise ConfigurationError(
                 "Partitioning is chosen when the tables are created, at this release's version: remove the option "
                 "from an upgrade, or remove --from and --to."
             )
         by = "HASH (consumer, message_id)" if partitioning.kind == "hash" else "RANGE (message_id)"
-        texts[0] = texts[0].replace(_INBOX_ENDS, f"{_INBOX_ENDS[:-1]} PARTITION BY {by};")
-        folder = _folder(dialect.name)
+        (storage,) = _INBOX_STORAGE.findall(texts[0])
+        texts[0] = _INBOX_STORAGE.sub(f"PARTITION BY {by}", texts[0])
         name = "partition_hash.sql" if partitioning.kind == "hash" else "partition_time.sql"
-        texts.append(_filled(folder.joinpath(name).read_text("utf-8"), partitioning))
+        text = _folder(dialect.name).joinpath(name).read_text("utf-8")
+        texts.append(_filled(text, partitioning, storage))
     text = "\n".join(texts)
     if schema is None:
         return text
     return f'CREATE SCHEMA IF NOT EXISTS "{schema}";\n\n{qualified(text, schema)}'
 
 
-def migrations(dialect_name: str, after: int = 0, upto: int = VERSION) -> list[str]:
-    """Read the files of the migrations behind version `after`, up to version `upto`."""
+def migrations(dialect_name: str, after: int = 0, upto: int | None = None) -> list[str]:
+    """Read the files of the migrations behind version `after`, up to version `upto` (None: this release's)."""
+    upto = VERSION if upto is None else upto
     texts: list[str] = []
     for entry in sorted(_folder(dialect_name).iterdir(), key=lambda found: found.name):
         named = _FILE.fullmatch(entry.name)
@@ -99,8 +103,9 @@ def _check_partitions(dialect: Dialect) -> None:
         )
 
 
-def _filled(text: str, partitioning: Partitioning) -> str:
+def _filled(text: str, partitioning: Partitioning, storage: str) -> str:
     values = {
+        "storage": storage,
         "ids": partitioning.kind,
         "length_s": f"{partitioning.length.total_seconds():.0f}",
         "ahead": str(partitioning.ahead),
@@ -563,8 +568,8 @@ class Catalogue:
 
 
 @cache
-def expected(dialect_name: str, upto: int = VERSION) -> Catalogue:
-    """Return what the migrations up to a version create, except for partitions."""
+def expected(dialect_name: str, upto: int | None = None) -> Catalogue:
+    """Return what the migrations up to a version (None: this release's) create, except for partitions."""
     text = _COMMENT.sub("", "\n".join(migrations(dialect_name, upto=upto)))
     found = Catalogue()
     for step in _STEP.finditer(text):

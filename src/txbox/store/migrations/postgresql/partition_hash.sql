@@ -4,9 +4,7 @@
 DO $partition$
 BEGIN
     FOR number IN 0 .. 15 LOOP
-        EXECUTE format('CREATE TABLE %I.%I PARTITION OF txbox_inbox FOR VALUES WITH (MODULUS 16, REMAINDER %s)'
-                       ' WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.05,'
-                       ' autovacuum_analyze_scale_factor = 0.02)',
+        EXECUTE format('CREATE TABLE %I.%I PARTITION OF txbox_inbox FOR VALUES WITH (MODULUS 16, REMAINDER %s) [storage]',
                        (SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
                          WHERE c.oid = 'txbox_inbox'::regclass::oid),
                        'txbox_inbox_hash_' || lpad(number::text, 2, '0'), number);

@@ -8,11 +8,11 @@ _UNMANAGED: dict[str, Any] = {"managed": False, "default_permissions": ("view", 
 
 
 class Migration(migrations.Migration):
-    """Version 11 of the tables, from whatever version there is: `txbox init` may have been first."""
+    """Version 1 of the tables, unless they are there: `txbox init` may have been first."""
 
     initial = True
     operations = [  # noqa: RUF012
-        Tables(11),
+        Tables(1),
         migrations.CreateModel(
             "InboxMessage",
             fields=[("arrival", models.BigIntegerField(primary_key=True, serialize=False))],

@@ -1,7 +1,0 @@
--- txbox schema version 5: what becomes of a quarantined message, and how much of its payload is kept.
-ALTER TABLE txbox_quarantine ADD COLUMN status TEXT NOT NULL DEFAULT 'quarantined';
-ALTER TABLE txbox_quarantine ADD COLUMN kept_bytes INTEGER NOT NULL DEFAULT 0;
-UPDATE txbox_quarantine SET kept_bytes = length(payload) WHERE payload IS NOT NULL;
-CREATE INDEX txbox_quarantine_kept ON txbox_quarantine (received_at) WHERE kept_bytes > 0;
-
-INSERT INTO txbox_schema (version, compatible_from) VALUES (5, 1);
