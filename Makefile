@@ -10,7 +10,7 @@ PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
 # Containers like to set it. Then every process of the suite, and it starts thousands, compiles all it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help dev demo check format test test-brokers test-slow test-clusters test-matrix test-ui crash crash-brokers chaos models fuzz bench bench-peers bench-soak docs test-docs dist servers servers-down clean
+.PHONY: help dev demo check format test test-brokers test-slow test-clusters test-matrix test-ui crash crash-brokers chaos models mutants fuzz bench bench-peers bench-soak docs test-docs dist servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -66,6 +66,9 @@ models: dev ## Check the models of the protocol in every order of their steps; w
 
 chaos: dev ## Everything goes wrong at once, for MINUTES, by SEED, on each DATABASE=a,b and BROKER=a,b (ARGS=--write-page)
 	@$(PY) -m tests.chaos --minutes $(or $(MINUTES),1) $(if $(SEED),--seed $(SEED)) $(if $(DATABASE),--databases $(DATABASE)) $(if $(BROKER),--brokers $(BROKER)) $(ARGS)
+
+mutants: dev ## Deliberate defects of txbox itself, and what notices each; writes docs/reliability/mutants.md (ARGS=--help)
+	@$(PY) -m tests.support.servers run -- $(PY) -m tests.mutants $(ARGS)
 
 fuzz: dev ## Ten minutes of generated input: lives of messages beside a model, text from outside (FUZZ=times)
 	@TXBOX_FUZZ=$(or $(FUZZ),40) $(PY) -m tests.support.servers run --databases -- $(BIN)/pytest -v -n 2 tests/fuzz $(ARGS)

@@ -14,6 +14,7 @@ import pytest
 from tests.support.databases import Raw
 from txbox import App, Message, Outbox, Outcome, Outgoing, RetryPolicy, UnusableMessage
 from txbox.brokers.local import Local
+from txbox.errors import Fault, StoreError
 from txbox.store.codec import decode_headers
 
 Connect = Callable[[str], AbstractContextManager[Any]]
@@ -71,6 +72,34 @@ def test_many_are_staged_in_their_order(
         "SELECT count(*) FROM txbox_outbox WHERE available_at > staged_at"
     )
     assert late == 49
+
+
+def test_who_stages_in_order_waits_for_whoever_has_staged_under_the_key(
+    database_url: str, plain_connection: Connect, raw: Look
+) -> None:
+    """So their numbers, by which they leave, are in the order of their commits (promise 6.3)."""
+    if database_url.startswith("sqlite"):
+        pytest.skip("SQLite has one writer: whoever stages waits for all others")
+    postgresql = database_url.startswith("postgresql")
+    outbox = Outbox()
+    with plain_connection(database_url) as first, plain_connection(database_url) as second:
+        limit = "lock_timeout = '100ms'" if postgresql else "innodb_lock_wait_timeout = 1"
+        second.cursor().execute(f"SET {limit}")
+        second.commit()
+        outbox.stage(first, "t", "first", key="k", ordered=True)
+        outbox.stage(second, "t", "of another key", key="other", ordered=True)
+        outbox.stage(second, "t", "in no order", key="k")
+        with pytest.raises(StoreError) as waited:
+            outbox.stage(second, "t", "second", key="k", ordered=True)
+        assert waited.value.fault is Fault.LOCK_TIMEOUT
+        second.rollback()
+        first.commit()
+        outbox.stage(second, "t", "second", key="k", ordered=True)
+        second.commit()
+    assert [json.loads(bytes(row[4])) for row in raw(database_url).rows(STAGED)] == [
+        "first",
+        "second",
+    ]
 
 
 def test_one_message_is_written_as_each_of_many(

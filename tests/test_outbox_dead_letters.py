@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +18,7 @@ from txbox.maintenance import Task, run_once
 from txbox.session import drive
 from txbox.store import leases
 from txbox.store.codec import decode_headers
-from txbox.testing import drain
+from txbox.testing import Crashed, crash_at, crash_points, drain
 
 Look = Callable[[str], Raw]
 LETTERS = (
@@ -113,6 +115,26 @@ def test_a_message_that_killed_its_process_leaves_a_letter(database_url: str, ra
     ((_, topic, headers, payload, _, _),) = raw(database_url).rows(LETTERS)
     assert (text(topic), bytes(payload)) == ("orders.dead", b"x")
     assert decode_headers(text(headers)).get("dead-letter-consumer") == "billing"
+
+
+def test_no_message_is_dead_without_its_letter_wherever_a_process_dies(
+    sqlite_url: str, raw: Look
+) -> None:
+    """A second delivery would not stage it: it is a duplicate by then."""
+    with App(sqlite_url) as app:
+        failing(app, Reject("never"))
+        passes = Counter[str]()
+        for point in crash_points(app, Message(topic="orders", id="undisturbed")):
+            passes[point] += 1
+            dies: Message[Any] = Message(topic="orders", id=f"{point} {passes[point]}")
+            with suppress(Crashed), crash_at(point, passes[point]):
+                app.process(dies)
+    look = raw(sqlite_url)
+    dead = {text(row[0]) for row in look.rows("SELECT message_id FROM txbox_inbox")}
+    letters = {text(row[0]) for row in look.rows("SELECT cause_id FROM txbox_outbox")}
+    assert letters == dead
+    assert "undisturbed" in dead
+    assert "before:last_death 1" not in dead
 
 
 def test_a_handler_may_not_feed_itself(sqlite_url: str) -> None:

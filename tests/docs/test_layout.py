@@ -17,6 +17,7 @@ BESIDE = (
     "examples",
     "fuzz",
     "models",
+    "mutants",
     "release",
     "scenarios",
     "support",
