@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from tests.mutants import page
-from tests.mutants.commands import WAYS
+from tests.mutants.commands import OF_SOURCE, WAYS, Command
 from tests.mutants.judge import Judge
 from tests.mutants.table import MUTANTS
 from tests.mutants.tree import Tree
@@ -60,6 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
     broken: list[str] = []
     with Tree() as tree:
         judge = Judge(tree)
+        judge.look_ahead(how for _, _, how in todo if isinstance(how, Command))
         for number, (way, name, how) in enumerate(todo, 1):
             verdict = judge.verdict(MUTANTS[name], how)
             say(
@@ -76,8 +77,8 @@ def main(words: Sequence[str] | None = None) -> int:
     free = [
         name
         for name, by_way in verdicts.items()
-        if not any(verdict[0] == "caught" for verdict in by_way.values())
-        and not any(page.outcome_of(kept, name, way) == "caught" for way in WAYS)
+        if not page.is_caught(kept, name)
+        and not any(by_way.get(way, ("",))[0] == "caught" for way in OF_SOURCE)
     ]
     for name in free:
         say(f"nothing that was run has caught {name}")

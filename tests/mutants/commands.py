@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 #: Cheap ones first: this is the order in which they are tried.
 WAYS = ("model", "machine", "tests", "sweep", "chaos")
+#: Those that look at the source. A model has the same defect, and says that it matters.
+OF_SOURCE = WAYS[1:]
 
 # what pytest prints of a test that is red, and at its end; the names have no parameters
 _TEST_IS_RED = r"^(?:FAILED|ERROR) tests/([\w/.:]+)"
+_TEST_HAS_PASSED = r"^PASSED (tests/[\w/.:]+)"
 _TESTS_RAN = r"\b[1-9]\d* passed\b"
 
 
@@ -23,12 +27,14 @@ class Command:
         limit_s: after so many seconds it is cut off, which counts as red: in the tree as it is, it ends.
         red: a pattern that finds in the output what is wrong; without a match an exit status of 1 says nothing.
         green: a pattern of the output that shows that something was really looked at.
+        tests: those among the words that pytest runs.
     """
 
     words: tuple[str, ...]
     limit_s: float
     red: str
     green: str
+    tests: tuple[str, ...] = ()
 
 
 class Finished(NamedTuple):
@@ -68,9 +74,40 @@ def pytest_of(*tests: str, only: str = "", limit_s: float = 240.0) -> Command:
         only: an expression for `-k`.
     """
     chosen = ("-k", only) if only else ()
-    files = (f"tests/{test}" for test in tests)
+    files = tuple(f"tests/{test}" for test in tests)
     words = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "slow or not slow")
-    return Command((*words, *chosen, *files), limit_s, _TEST_IS_RED, _TESTS_RAN)
+    return Command((*words, *chosen, *files), limit_s, _TEST_IS_RED, _TESTS_RAN, files)
+
+
+def joint(commands: Iterable[Command]) -> list[tuple[Command, list[Command]]]:
+    """The commands of pytest that differ in their tests alone, each group with one that runs all of its tests."""
+    groups: dict[tuple[str, ...], list[Command]] = {}
+    for command in dict.fromkeys(commands):
+        if command.tests:
+            groups.setdefault(command.words[: -len(command.tests)], []).append(command)
+    return [
+        (
+            Command(
+                (
+                    *words,
+                    "-rA",
+                    *dict.fromkeys(test for command in group for test in command.tests),
+                ),
+                sum(command.limit_s for command in group),
+                _TEST_IS_RED,
+                _TESTS_RAN,
+            ),
+            group,
+        )
+        for words, group in groups.items()
+        if len(group) > 1
+    ]
+
+
+def passed(command: Command, output: str) -> bool:
+    """Whether each test of a command is among those that a joint one says have passed."""
+    names = set(re.findall(_TEST_HAS_PASSED, output, re.MULTILINE))
+    return all(any(name.startswith(test) for name in names) for test in command.tests)
 
 
 def machine(database: str) -> Command:

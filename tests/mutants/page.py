@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tests.mutants.commands import WAYS, Command, Verdict
+from tests.mutants.commands import OF_SOURCE, WAYS, Command, Verdict
 from tests.mutants.table import MUTANTS
 from tests.support.servers import ROOT
 from tests.support.servers.process import base_directory, file_lock
@@ -58,11 +58,14 @@ def outcome_of(rows: Rows, name: str, way: str) -> str | None:
     return str(verdict[0])
 
 
+def is_caught(rows: Rows, name: str) -> bool:
+    """Whether anything that looks at the source has noticed it."""
+    return any(outcome_of(rows, name, way) == "caught" for way in OF_SOURCE)
+
+
 def tables(rows: Rows) -> Iterator[str]:
-    caught = [
-        name for name in MUTANTS if any(outcome_of(rows, name, way) == "caught" for way in WAYS)
-    ]
-    yield f"{len(MUTANTS)} mutants, of which {len(caught)} are caught."
+    caught = [name for name in MUTANTS if is_caught(rows, name)]
+    yield f"{len(MUTANTS)} mutants, of which {len(caught)} are caught in the source so far."
     yield ""
     yield "| way | can see | run | caught | survived |"
     yield "|---|---|---|---|---|"

@@ -334,7 +334,7 @@ _TRANSACTION = (
     Mutant(
         "no-guard",
         "The database lets a handler commit half a message.",
-        "store/migrations/postgresql/0003_guard.sql",
+        "store/migrations/postgresql/0001_tables.sql",
         "IF NOT EXISTS (SELECT FROM pg_catalog.pg_stat_get_subscription(NULL) AS worker",
         "IF false AND NOT EXISTS (SELECT FROM pg_catalog.pg_stat_get_subscription(NULL) AS worker",
         model=Defect("inbox", "NO_GUARD"),

@@ -15,7 +15,16 @@ import pytest
 
 from tests.models import spin
 from tests.mutants import __main__, page
-from tests.mutants.commands import WAYS, Command, Defect, Finished, Verdict, pytest_of, verdict_of
+from tests.mutants.commands import (
+    WAYS,
+    Command,
+    Defect,
+    Finished,
+    Verdict,
+    joint,
+    pytest_of,
+    verdict_of,
+)
 from tests.mutants.judge import Judge
 from tests.mutants.table import MUTANTS, Mutant, located
 from tests.mutants.tree import GUARD, MARK, Tree
@@ -146,10 +155,35 @@ def test_a_command_that_is_red_by_itself_catches_nothing() -> None:
     assert tree.runs == 2
 
 
+def test_commands_that_differ_in_their_tests_are_tried_together() -> None:
+    alike = [pytest_of("test_a.py::one", only="x"), pytest_of("test_b.py::two", only="x")]
+    other = pytest_of("test_c.py::three")
+    ((together, group),) = joint([*alike, other, COMMAND])
+    assert group == alike
+    assert together.words[-3:] == ("-rA", "tests/test_a.py::one", "tests/test_b.py::two")
+    output = "PASSED tests/test_a.py::one[x]\nSKIPPED [1] tests/test_b.py:1: no server\n1 passed"
+    green = Finished(0, output, 1.0)
+    tree = Scripted(green, green)
+    judge = Judge(tree)
+    judge.look_ahead([*alike, other])
+    judge.verdict(MUTANTS["ack-first"], alike[0])
+    assert tree.runs == 2, "it is known to be green by itself"
+    judge.verdict(MUTANTS["ack-first"], alike[1])
+    assert tree.runs == 4, "whether the second one is green was not seen"
+    tree = Scripted(Finished(1, output, 1.0), green)
+    Judge(tree).look_ahead(alike)
+    assert tree.runs == 1
+
+
 def test_a_mutant_is_caught_and_a_change_that_changes_nothing_survives() -> None:
     """By a real test, in a real copy, on SQLite."""
     mutant = MUTANTS["payload-not-compared"]
-    test = pytest_of("test_identity_payloads.py::test_payload_is_compared_with_the_row", only="sqlite")  # fmt: skip
+    # the machine may be busy
+    test = pytest_of(
+        "test_identity_payloads.py::test_payload_is_compared_with_the_row",
+        only="sqlite",
+        limit_s=800,
+    )
     nothing = replace(mutant, instead=f"{mutant.text}  # a remark")
     with Tree() as tree:
         judge = Judge(tree)
@@ -196,6 +230,7 @@ def test_the_command_tries_what_it_is_told_and_keeps_it(
         page, "keep", lambda name, way, verdict: keep(name, way, verdict, file, shown)
     )
     monkeypatch.setattr(__main__, "Tree", nullcontext)
+    monkeypatch.setattr(Judge, "look_ahead", lambda judge, commands: None)
     monkeypatch.setattr(Judge, "verdict", verdict)
     assert __main__.main(["--by", "tests", "two-runners", "no-fence"]) == 1
     assert "nothing that was run has caught two-runners" in capsys.readouterr().out
