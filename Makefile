@@ -10,7 +10,7 @@ PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
 # Containers like to set it. Then every process of the suite, and it starts thousands, compiles all it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help dev demo check format test test-brokers test-slow test-clusters test-matrix test-ui crash crash-brokers chaos models mutants fuzz bench bench-peers bench-soak docs test-docs dist servers servers-down clean
+.PHONY: help dev demo demo-data check format test test-brokers test-slow test-clusters test-matrix test-ui crash crash-brokers chaos models mutants fuzz bench bench-peers bench-soak docs test-docs dist servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -23,6 +23,9 @@ dev: .venv/.synced ## Create .venv with every extra and the development tools, f
 
 demo: dev ## Kill a payment worker again and again, and watch txbox next to a naive consumer
 	$(BIN)/txbox demo
+
+demo-data: dev ## Fill an empty DATABASE with a month of a shop, for the dashboard: 2,000,000 rows times SCALE
+	@$(PY) -m tests.support.demo_data --database $(or $(DATABASE),sqlite:///demo-shop.db) --scale $(or $(SCALE),1)
 
 check: dev ## Lint, format, types, import floors, names and dialect parity; under a minute
 	$(BIN)/ruff check .
