@@ -139,7 +139,7 @@ class Retention:
             awaits a decision is never deleted.
         quarantine_bytes: limit for all payloads in the quarantine together. Beyond it the oldest are
             dropped; their rows stay.
-        activity: how long the counts per minute are kept; an hour or more.
+        activity: how long the counts per minute, and per half hour after six hours, are kept; an hour or more.
     """
 
     processed: timedelta = timedelta(days=30)
@@ -150,7 +150,7 @@ class Retention:
     ahead: int = 7
     quarantine: timedelta = timedelta(days=30)
     quarantine_bytes: int = 256 * 1024 * 1024
-    activity: timedelta = timedelta(hours=48)
+    activity: timedelta = timedelta(days=7)
 
     def __post_init__(self) -> None:
         _check_durations(self, "processed", "every", "partition", "quarantine")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pymysql
@@ -70,7 +71,9 @@ def test_no_page_of_default_filters_reads_the_whole_table(
         "FROM generate_series(1, 60000) AS n"
     )
     view.execute("VACUUM ANALYZE txbox_inbox")
-    nothing = dict.fromkeys(("topic", "type", "key", "error_type", "fingerprint", "older_than_s"))
+    nothing = dict.fromkeys(
+        ("topic", "type", "key", "error_type", "fingerprint", "older_than_s", "since_s", "until_s", "id_prefix")
+    )  # fmt: skip
     params = {
         **nothing, "floor": 59_000, "before": 60_001, "limit": 50, "status": None, "consumer": None,
     }  # fmt: skip
@@ -137,3 +140,89 @@ def test_a_stretch_that_takes_too_long_is_read_in_shorter_ones(
         found = admin.list(InboxFilter(topic="rare"))
     assert [row.message_id for row in found] == ["m3", "m2", "m1"]
     assert max(spans) > 100_000
+
+
+def _an_hour(view: Raw, first: int, count: int, at: str) -> None:
+    """A message a second, from that time on; on SQLite."""
+    view.execute(
+        "INSERT INTO txbox_inbox (consumer, message_id, status, topic, arrival, received_at)"
+        " WITH RECURSIVE numbers(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM numbers WHERE n < ?)"
+        " SELECT 'billing', 'm' || (? + n), CASE WHEN n % 100 THEN 'processed' ELSE 'dead' END, 'orders', ? + n,"
+        " strftime('%Y-%m-%d %H:%M:%f', ?, n || ' seconds') FROM numbers",
+        (count - 1, first, first, at),
+    )
+
+
+@pytest.mark.parametrize("status", [None, "dead"])
+def test_rows_of_a_time_are_found_without_a_walk_through_all_that_came_since(
+    status: str | None, sqlite_url: str, raw: Callable[[str], Raw], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = raw(sqlite_url)
+    # numbers that are skipped, as duplicates do, where a half may fall
+    _an_hour(view, 1_000, 9_000, "2026-11-01 00:00:00")
+    _an_hour(view, 20_000, 9_000, "2026-11-01 02:30:00")
+    looked = 0
+    read = Admin._page_rows
+
+    def counting(admin: Admin, name: str, params: Any = None) -> Any:
+        nonlocal looked
+        looked += params["before"] - params["floor"] if name == "inbox_list" else 0
+        return read(admin, name, params)
+
+    monkeypatch.setattr(Admin, "_page_rows", counting)
+    with Admin(sqlite_url) as admin:
+        for hours, minutes in ((0, 0), (0, 30), (2, 29), (2, 31), (4, 50), (9, 0)):
+            since = datetime(2026, 11, 1, hours, minutes, tzinfo=UTC)
+            where = InboxFilter(since=since, until=since + timedelta(minutes=2), status=status)
+            found: list[str] = []
+            place: int | str | None = None
+            while True:
+                page = admin.page(where, before=place)
+                found += [row.message_id for row in page.rows]
+                if (place := page.behind) is None:
+                    break
+            expected = view.rows(
+                "SELECT message_id FROM txbox_inbox WHERE received_at >= ? AND received_at < ?"
+                " AND (? IS NULL OR status = ?) ORDER BY arrival DESC",
+                (f"{where.since:%Y-%m-%d %H:%M:%S}", f"{where.until:%Y-%m-%d %H:%M:%S}", status, status),
+            )  # fmt: skip
+            assert found == [message_id for (message_id,) in expected], (hours, minutes)
+        assert looked < 200_000, "without a search by halves it is half a million"
+
+
+@pytest.mark.every_database
+def test_ids_are_found_by_their_beginning(database_url: str, raw: Callable[[str], Raw]) -> None:
+    view = raw(database_url)
+    for consumer in ("billing", "ledger"):
+        for message_id in ("order-1", "order-10", "order-2", "ordér", "order-", "other", "order%"):
+            view.execute(
+                "INSERT INTO txbox_inbox (consumer, message_id, status, topic) VALUES (?, ?, 'dead', 'orders')",
+                (consumer, message_id),
+            )
+    for message_id in ("out-1", "out-10", "other"):
+        view.execute("INSERT INTO txbox_outbox (id, topic) VALUES (?, 'orders')", (message_id,))
+    with Admin(database_url) as admin:
+
+        def ids(where: Filter[Any, Any], **how: Any) -> list[str]:
+            return [row.message_id for row in admin.page(where, **how).rows]
+
+        assert ids(InboxFilter(id_prefix="order-1", consumer="billing")) == ["order-1", "order-10"]
+        assert (
+            ids(InboxFilter(id_prefix="order-1", status="dead"))
+            == ["order-1"] * 2 + ["order-10"] * 2
+        )
+        assert ids(InboxFilter(id_prefix="order-1"), limit=2) == ["order-1"] * 2
+        assert ids(InboxFilter(id_prefix="ordé", consumer="billing")) == ["ordér"]
+        assert ids(InboxFilter(id_prefix="order%")) == ["order%"] * 2
+        assert ids(InboxFilter(id_prefix="order-1", topic="else")) == []
+        assert ids(OutboxFilter(id_prefix="out-1")) == ["out-1", "out-10"]
+        # what a change takes is what the page shows
+        changed = admin.discard(InboxFilter(id_prefix="order-1"), dry_run=True)
+        assert changed.count == 4
+        assert [(part.consumer, part.status, part.rows) for part in changed.matching] == [
+            ("billing", "dead", 2), ("ledger", "dead", 2),
+        ]  # fmt: skip
+        early = InboxFilter(until=datetime(2020, 1, 1, tzinfo=UTC))
+        assert admin.discard(early, dry_run=True).count == 0
+        late = InboxFilter(since=datetime(2020, 1, 1, tzinfo=UTC))
+        assert admin.discard(late, dry_run=True).count == 14

@@ -38,8 +38,11 @@ _PARAMS: dict[str, Any] = {
     "status": "dead",
 }
 _NO_FILTER = dict.fromkeys(
-    ("message_id", "topic", "type", "key", "error_type", "fingerprint", "older_than_s")
-)
+    (
+        "message_id", "topic", "type", "key", "error_type", "fingerprint", "older_than_s", "since_s", "until_s",
+        "id_prefix",
+    )
+)  # fmt: skip
 _ROWS: dict[str, dict[str, list[Any]]] = {
     "due": {"consumer": [CONSUMER, "another"], "route": ["local:billing", None]}
 }

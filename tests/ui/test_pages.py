@@ -63,6 +63,7 @@ def carried_out(browser: Browser, confirm: Answer, **fields: object) -> str:
         if tag == "input" and attributes.get("type") == "hidden":
             name = str(attributes["name"])
             form[name] = [*form.get(name, []), attributes["value"]]  # type: ignore[misc]
+    form["reason"] = "a test"
     return ended(browser, browser.ask("POST", "/change", {**form, **fields}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -26,6 +27,9 @@ expect.set_options(timeout=DEADLINE_S * 1000)
 SHOTS = ROOT / "build" / "ui"
 PAGES = {
     "overview": "/",
+    "overview-table": "/?table=1",
+    "consumer": "/consumer?name=billing",
+    "route": "/route?name=",
     "messages": "/messages",
     "dead": "/messages?status=dead",
     "message": "/message?consumer=billing&message_id=order-0017",
@@ -313,7 +317,44 @@ def test_a_page_that_is_open_stays_fresh(chromium: Browser, serve: Serve, url: s
         # the stream has told what there is; then something happens
         page.wait_for_timeout(1_500)
         app.process(order(17), consumer="billing")
-        expect(page.get_by_text("1 message of billing is dead.")).to_be_visible()
+        expect(page.get_by_text("billing has 1 dead message, ").first).to_be_visible()
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_a_chart_is_read_by_keyboard_and_drawn_over(
+    chromium: Browser, busy: App, serve: Serve
+) -> None:
+    page = opened(chromium, serve(busy).port)
+    log_in(page)
+    said = complaints(page)
+    chart = page.locator(".chart").first
+    chart.locator("svg").focus()
+    for key, step in (("ArrowLeft", -1), ("ArrowLeft", -2), ("Home", 0), ("ArrowRight", 1)):
+        page.keyboard.press(key)
+        link = chart.locator("a").nth(step)
+        expect(link).to_be_focused()
+        expect(chart.locator(".read")).to_have_text(str(link.locator("title").text_content()))
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Messages")
+    page.go_back()
+    box = chart.locator("svg").bounding_box()
+    assert box
+    for act, share in ((page.mouse.down, 0.25), (page.mouse.up, 0.75)):
+        page.mouse.move(box["x"] + share * box["width"], box["y"] + 50, steps=5)
+        act()
+    expect(page.get_by_label("Received from")).not_to_have_value("")
+    since, until = (
+        datetime.fromisoformat(page.get_by_label(name).input_value())
+        for name in ("Received from", "Before")
+    )
+    assert timedelta(minutes=28) <= until - since <= timedelta(minutes=34)
+    page.get_by_role("button", name="Save this view…").wait_for()
+    page.once("dialog", lambda dialog: dialog.accept("half an hour"))
+    page.get_by_role("button", name="Save this view…").click()
+    page.goto("/messages")
+    page.get_by_role("link", name="half an hour").click()
+    expect(page.get_by_label("Received from")).to_have_value(f"{since:%Y-%m-%dT%H:%M}")
+    assert not said
 
 
 def test_nothing_of_a_hostile_message_is_executed(

@@ -239,7 +239,7 @@ def fill(shop: Shop, ages: list[int], workers: int = 3) -> None:
 
 
 def test_old_minutes_are_folded_into_one_row_and_older_ones_deleted(shop: Shop) -> None:
-    fill(shop, [0, 1, 30, 31, 48 * 60 + 2])
+    fill(shop, [0, 1, 30, 31, 7 * 24 * 60 + 2])
     before = counted(shop, "c")
     run_once(shop.app, "prune-activity")
     rows = shop.raw.rows("SELECT worker, received FROM txbox_activity ORDER BY minute, worker")
@@ -253,6 +253,23 @@ def test_old_minutes_are_folded_into_one_row_and_older_ones_deleted(shop: Shop) 
     run_once(shop.app, "prune-activity")
     assert counted(shop, "c").received == 26
     assert shop.raw.value("SELECT count(*) FROM txbox_activity WHERE worker = ''") == 2
+
+
+def test_minutes_of_six_hours_ago_become_half_hours(shop: Shop) -> None:
+    fill(shop, [*range(390, 450), 100])
+    for late in range(2):
+        run_once(shop.app, "prune-activity")
+        rows = shop.raw.rows(
+            "SELECT minute, worker, received, latency FROM txbox_activity ORDER BY minute"
+        )
+        *halves, (_, _, minute, _) = rows
+        assert len(halves) in (2, 3)
+        assert all(int(at) % 30 == 0 and worker == "" for at, worker, _, _ in halves)
+        assert sum(int(received) for _, _, received, _ in halves) == 60 * 6 + late * 2
+        assert sum(int(latency.split()[1]) for *_, latency in halves) == 60 * 6 + late * 2
+        assert int(minute) == 6, "a younger minute stays by itself"
+        # what comes late is added
+        fill(shop, [420], workers=1)
 
 
 def test_retention_says_how_long_counts_are_kept(database_url: str) -> None:

@@ -205,6 +205,19 @@ async def read(db: Session, dialect: Dialect, last: timedelta, step: timedelta) 
     )
 
 
+def together(activities: Sequence[Activity]) -> Activity:
+    """All these as one, without a name."""
+    steps: dict[datetime, Counts] = {}
+    for each in activities:
+        for point in each.points:
+            steps.setdefault(point.at, Counts()).merge(point.counts)
+    total = Counts()
+    for counts in steps.values():
+        total.merge(counts)
+    points = tuple(Point(at=at, counts=steps[at]) for at in sorted(steps))
+    return Activity(kind="consumer", name="", total=total, points=points)
+
+
 def _activity(kind: Kind, name: str, steps: dict[int, Counts], length: int) -> Activity:
     total = Counts()
     for counts in steps.values():

@@ -87,6 +87,15 @@ class How(TypedDict, total=False):
     cancelled: Callable[[], bool] | None
 
 
+class Matching(NamedTuple):
+    """How many rows of one status and consumer a change matches, and how many of them it leaves alone."""
+
+    status: str
+    consumer: str | None
+    rows: int
+    spared: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
     """What a change did, or in a dry run would do.
@@ -108,6 +117,7 @@ class Changed:
     refused: tuple[dict[str, str], ...] = ()
     cancelled: bool = False
     without_payload: int = 0
+    matching: tuple[Matching, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,15 +139,6 @@ class Edited:
 
 class MessageChanged(ConfigurationError):
     """The message is no longer the version that an edit expects."""
-
-
-class Matching(NamedTuple):
-    """How many rows of one status and consumer a change matches, and how many of them it leaves alone."""
-
-    status: str
-    consumer: str | None
-    rows: int
-    spared: int
 
 
 class Batch(NamedTuple):
@@ -399,6 +400,7 @@ class Changes(Reader):
             refused=tuple(refused),
             cancelled=cancelled,
             without_payload=without_payload,
+            matching=tuple(counted),
         )
 
     def _matching(

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from math import inf
 from shlex import quote
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -121,6 +122,8 @@ class Finding:
         remedy: the command, the statement or the setting that mends it.
         page: of the dashboard, where to look; "" for none.
         query: what that page is to show.
+        subject: what it is about: a consumer, a source, a route, topics.
+        age_s: how long ago that began, or the newest message of it came.
     """
 
     code: str
@@ -128,6 +131,8 @@ class Finding:
     remedy: str
     page: str = ""
     query: Mapping[str, str] = field(default_factory=dict[str, str])
+    subject: str = ""
+    age_s: float | None = field(default=None, compare=False)
 
     @property
     def severity(self) -> Severity:
@@ -156,6 +161,20 @@ class Diagnosis:
         """The findings of this severity or worse."""
         bad = SEVERITIES[: SEVERITIES.index(severity) + 1]
         return [finding for finding in self.findings if finding.severity in bad]
+
+
+def grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Put findings of one code together, the newest first; and of these groups the worst first, then the newest."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in sorted(findings, key=_age):
+        groups.setdefault(finding.code, []).append(finding)
+    return sorted(
+        groups.values(), key=lambda group: (SEVERITIES.index(group[0].severity), _age(group[0]))
+    )
+
+
+def _age(finding: Finding) -> float:
+    return inf if finding.age_s is None else finding.age_s
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
@@ -360,7 +379,10 @@ async def brokers(case: Case) -> AsyncIterator[Finding]:
         else:
             code, what = "source-away", f"Nothing has been received from {trouble.name}"
         problem = f"{what} for {now.since(trouble)}: {trouble.error.rstrip('.')}."
-        yield Finding(code, problem, f"{_AWAY}.", "workers")
+        since_s = now.at.timestamp() - trouble.since_s
+        yield Finding(
+            code, problem, f"{_AWAY}.", "workers", subject=trouble.name or "any", age_s=since_s
+        )
 
 
 async def inbox(case: Case) -> AsyncIterator[Finding]:
@@ -368,7 +390,7 @@ async def inbox(case: Case) -> AsyncIterator[Finding]:
     now, app = await crew(case.db, case.dialect), case.app
     waiting: dict[str, int] = defaultdict(int)
     for status, consumer in await case.rows("doctor_consumers", limit=_NAMES):
-        ((age_s, expired, endless, total),) = await case.rows(
+        ((age_s, expired, endless, total, newest_s),) = await case.rows(
             "doctor_messages", status=status, consumer=consumer, limit=_LOOKED, counted=_COUNTED, late_s=LATE_S,
         )  # fmt: skip
         count = int(total)
@@ -380,11 +402,12 @@ async def inbox(case: Case) -> AsyncIterator[Finding]:
             )
             yield Finding(
                 "dead-messages",
-                f"{consumer} has {_some(count, 'dead message')}, the oldest received {_ago(age_s)} ago"
+                f"{consumer} has {_some(count, 'dead message')}, the oldest received {_ago(age_s)} ago, the newest "
+                f"{_ago(newest_s)} ago"
                 + (", and later messages of their keys wait (dead_blocks=True)." if blocked else "."),
                 f"`txbox list --consumer {named} --status dead` shows the errors; then `txbox retry` or `txbox "
                 "discard`.",
-                "messages", {"consumer": consumer, "status": "dead"},
+                "messages", {"consumer": consumer, "status": "dead"}, consumer, _seconds(newest_s),
             )  # fmt: skip
         elif status == "processing" and expired:
             yield Finding(
@@ -392,7 +415,7 @@ async def inbox(case: Case) -> AsyncIterator[Finding]:
                 f"Workers of {consumer} vanished in the middle of {counted(int(expired))}, and nobody has put "
                 f"{'it' if expired == 1 else 'them'} back.",
                 "Have `txbox run` or `txbox maintain` running, or `txbox rescue` once.",
-                "messages", {"consumer": consumer, "status": "processing"},
+                "messages", {"consumer": consumer, "status": "processing"}, consumer, _seconds(age_s),
             )  # fmt: skip
         elif status in ("pending", "failed"):
             waiting[consumer] += count
@@ -402,7 +425,7 @@ async def inbox(case: Case) -> AsyncIterator[Finding]:
                     f"{consumer} has {counted(int(endless))} that no worker takes, as no time is set at which to: "
                     "something else has written to the table.",
                     f"`txbox retry --status failed --consumer {named}` makes failed ones due; or discard them.",
-                    "messages", {"consumer": consumer, "status": status},
+                    "messages", {"consumer": consumer, "status": status}, consumer, _seconds(age_s),
                 )  # fmt: skip
     for consumer in sorted({*waiting, *(pause.consumer for pause in now.paused)}):
         if (pause := now.pause_of(consumer)) is not None:
@@ -414,14 +437,14 @@ async def inbox(case: Case) -> AsyncIterator[Finding]:
 
 def _paused(crew: Crew, pause: Pause, waiting: int) -> Finding:
     why = f": {pause.reason.rstrip('.')}" if pause.reason else ""
-    ago = age(max(0.0, crew.at.timestamp() - pause.paused_at.timestamp()))
+    age_s = max(0.0, crew.at.timestamp() - pause.paused_at.timestamp())
     wait = f"; {_some(waiting)} {_is(waiting)} waiting" if waiting else ""
     return Finding(
         "consumer-paused",
-        f"{pause.consumer} was paused {ago} ago by {pause.actor}{why}{wait}.",
+        f"{pause.consumer} was paused {age(age_s)} ago by {pause.actor}{why}{wait}.",
         f"`txbox resume {quote(pause.consumer)}` lets workers run it again.",
-        "workers",
-    )
+        "workers", {}, pause.consumer, age_s,
+    )  # fmt: skip
 
 
 async def _late(case: Case, crew: Crew, consumer: str) -> list[Finding]:
@@ -451,7 +474,8 @@ async def _late(case: Case, crew: Crew, consumer: str) -> list[Finding]:
             remedy = f"{cause.remedy}; or {' and '.join(discards)}."
         some = f"{'at least ' if cut else ''}{counted(count)}"
         problem = f"{consumer} has {some} overdue by up to {age(oldest)}: {cause.why}."
-        findings.append(Finding(cause.code, problem, remedy, "messages", {"consumer": consumer}))
+        query = {"consumer": consumer}
+        findings.append(Finding(cause.code, problem, remedy, "messages", query, consumer, oldest))
     return findings
 
 
@@ -474,11 +498,12 @@ async def outbox(case: Case) -> AsyncIterator[Finding]:
                 continue
             some = f"{'at least ' if cut else ''}{counted(sum(int(row[3]) for row in late))}"
             topics = ", ".join(sorted({str(row[0]) for row in late})[:5])
+            oldest = max(_seconds(row[4]) for row in late)
             yield Finding(
                 cause.code,
-                f"{topics}: {some} overdue by up to {_ago(max(float(row[4] or 0.0) for row in late))}: {cause.why}.",
+                f"{topics}: {some} overdue by up to {age(oldest)}: {cause.why}.",
                 f"{cause.remedy}.",
-                "outbox", {"route": route or "any", "status": "due"},
+                "outbox", {"route": route or "any", "status": "due"}, topics, oldest,
             )  # fmt: skip
     for count, age_s in await case.rows("doctor_outgoing_dead", limit=_COUNTED):
         if count:
@@ -487,21 +512,23 @@ async def outbox(case: Case) -> AsyncIterator[Finding]:
                 f"{_some(int(count), 'outgoing message')} {_is(int(count))} dead, the oldest staged {_ago(age_s)} ago.",
                 "`txbox outbox list --status dead` shows the errors; then `txbox outbox retry` or `txbox outbox "
                 "discard`.",
-                "outbox", {"status": "dead"},
+                "outbox", {"status": "dead"}, "outbox", _seconds(age_s),
             )  # fmt: skip
 
 
 async def quarantine(case: Case) -> AsyncIterator[Finding]:
     """What was set aside."""
     for (consumer,) in await case.rows("consumers"):
-        ((count, age_s),) = await case.rows("doctor_quarantined", consumer=consumer, limit=_COUNTED)
+        ((count, age_s, newest_s),) = await case.rows(
+            "doctor_quarantined", consumer=consumer, limit=_COUNTED
+        )
         if count:
             name = consumer or UNMATCHED
             yield Finding(
                 "quarantined-messages",
                 f"{name} has {_some(int(count))} in quarantine, the oldest for {_ago(age_s)}.",
                 "`txbox quarantine list` shows why; then `txbox quarantine accept` or `txbox quarantine discard`.",
-                "quarantine", {"consumer": name},
+                "quarantine", {"consumer": name}, name, _seconds(newest_s),
             )  # fmt: skip
 
 
@@ -524,6 +551,10 @@ def _is(count: int) -> str:
     return "is" if count == 1 else "are"
 
 
-def _ago(seconds: Any) -> str:
+def _seconds(age_s: Any) -> float:
     # a row that arrives between two clocks has no negative age
-    return age(max(0.0, float(seconds or 0.0)))
+    return max(0.0, float(age_s or 0.0))
+
+
+def _ago(age_s: Any) -> str:
+    return age(_seconds(age_s))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
+from difflib import get_close_matches
 from typing import Any, Generic, NamedTuple
 
 from txbox.admin import activity, findings, tables
@@ -57,11 +58,22 @@ _STRETCH, _LONGER = 1_000, 8
 # a stretch is not made longer if that might take more than so long: well below the bound on a statement
 _STRETCH_S = 2.0
 _OPEN = ("pending", "processing", "failed", "dead", "discarded")
+_MOST = {"most": COUNTED_MAX + 1}
 #: The query that reads by an index, and the statuses that this index knows.
 _INDEXED = {
     "inbox": ("inbox_list_open", _OPEN),
     "outbox": ("outbox_list_ended", ("dead", "sent", "discarded")),
 }
+#: No id has a character behind this one.
+_LAST_CHARACTER = "\U0010ffff"
+# rows that are looked at for the time of a place
+_PROBED = 100
+# transactions are committed so much later than others that began with them: rows of a time are looked for around it
+_LONG_S = 60.0
+# rows of the audit among which pauses are looked for
+_AUDITED = 1_000
+# characters of a name that is compared with others
+_LIKE_MAX = 100
 # what a relay should have sent
 _UNSENT = ("due", "leased", "failed")
 
@@ -105,21 +117,24 @@ class Look(Reader):
 
     def overview(self) -> tuple[Sequence[ConsumerStatus], Sequence[TopicStatus]]:
         """Count what is open, each count up to `COUNTED_MAX` and one: the cost does not grow with the tables."""
-        most = {"most": COUNTED_MAX + 1}
-        consumers: list[ConsumerStatus] = []
-        for consumer in self.consumers():
-            (row,) = self._page_rows("consumer_open", {"consumer": consumer, **most})
-            *counts, quarantined = map(int, row[: len(_OPEN) + 1])
-            ages = [float(age) for age in row[len(_OPEN) + 1 :] if age is not None]
-            consumers.append(
-                ConsumerStatus(
-                    consumer=consumer,
-                    counts=dict(zip(_OPEN, counts, strict=True)),
-                    quarantined=quarantined,
-                    oldest_unfinished_s=age_of(max(ages, default=None)),
-                )
-            )
-        return consumers, _topics(self._page_rows("outbox_open", most))
+        consumers = [self.open_of(consumer) for consumer in self.consumers()]
+        return consumers, self.unsent()
+
+    def open_of(self, consumer: str) -> ConsumerStatus:
+        """The part of `overview` that is about one consumer."""
+        (row,) = self._page_rows("consumer_open", {"consumer": consumer, **_MOST})
+        *counts, quarantined = map(int, row[: len(_OPEN) + 1])
+        ages = [float(age) for age in row[len(_OPEN) + 1 :] if age is not None]
+        return ConsumerStatus(
+            consumer=consumer,
+            counts=dict(zip(_OPEN, counts, strict=True)),
+            quarantined=quarantined,
+            oldest_unfinished_s=age_of(max(ages, default=None)),
+        )
+
+    def unsent(self) -> Sequence[TopicStatus]:
+        """The part of `overview` that is about the outbox."""
+        return _topics(self._page_rows("outbox_open", _MOST))
 
     def consumers(self) -> Sequence[str]:
         """Name the consumers that have rows in inbox or quarantine, "" among them; costs one index probe each."""
@@ -162,7 +177,8 @@ class Look(Reader):
 
         Args:
             last: whole minutes, up to `Retention.activity`.
-            step: the time that one point stands for, in whole minutes.
+            step: the time that one point stands for, in whole minutes; before the last six hours there is one point
+                for each half hour.
 
         Raises:
             ConfigurationError: a step that is not whole minutes, or longer than the time.
@@ -173,6 +189,17 @@ class Look(Reader):
         """List the processes that work on this database, also those that vanished less than an hour ago."""
         known = self.on_database(workers, self.dialect)
         return activity.statuses(known, self.pauses())
+
+    def pause_changes(self) -> Sequence[Audited]:
+        """Read when consumers were paused and resumed, by whom and why, the newest first.
+
+        They are looked for among the newest 1,000 changes.
+        """
+        found = self._page_rows("pause_changes", {"limit": _AUDITED})
+        return [
+            _audited((0, at, actor, None, action, where, 1, reason))
+            for at, actor, action, where, reason in found
+        ]
 
     def pauses(self) -> Sequence[Pause]:
         """List the paused consumers: since when, by whom and why."""
@@ -276,19 +303,63 @@ class Look(Reader):
             mark = None if before is None else tables.mark_of(str(before))
             found = self._page_rows(f"{table.name}_list", {**params, **tables.mark_params(mark)})
         else:
-            params["before"] = _LAST if before is None else tables.number_of(before)
+            params |= {"floor": 0, "before": _LAST if before is None else tables.number_of(before)}
             indexed, statuses = _INDEXED[table.name]
+            if where.message_id is None and where.id_prefix is None:
+                params |= self._between(table, where, params["before"])
             if where.message_id is not None:
                 found = self._of_each(f"{table.name}_list_id", params, table)
+            elif where.id_prefix is not None:
+                # in order of their ids, and no further: with more characters there are fewer
+                params["id_end"] = f"{params['id_prefix']}{_LAST_CHARACTER}"
+                found = self._of_each(f"{table.name}_list_prefix", params, table)
+                named = table.key.index("message_id")
+                return self._page(
+                    table, sorted(found, key=lambda row: str(row[named]))[:limit], None
+                )
             elif where.status in statuses:
                 found = self._of_each(indexed, params, table)
             else:
                 found, reached = self._through(table, params, within_s)
+        page = self._page(table, found[:limit], reached)
+        return (
+            page._replace(behind=tables.place_of(page.rows[-1]))
+            if len(page.rows) == limit
+            else page
+        )
+
+    def _page(self, table: Table, found: Rows, behind: int | None) -> Page[Any]:
         columns = self.columns
-        rows = [tables.row_of(columns, table, row) for row in found[:limit]]
-        if table is INBOX:
-            rows = self.with_waits(rows)
-        return Page(rows, tables.place_of(rows[-1]) if len(rows) == limit else reached)
+        rows = [tables.row_of(columns, table, row) for row in found]
+        return Page(self.with_waits(rows) if table is INBOX else rows, behind)
+
+    def _between(self, table: Table, where: Filter[Any, Any], before: int) -> dict[str, int]:
+        """The places between which a page has to look for rows of a time."""
+        places: dict[str, int] = {}
+        if where.since is None and where.until is None:
+            return places
+        ((newest,),) = self._page_rows(f"{table.name}_newest")
+        if where.until is not None:
+            upper_s = where.until.timestamp() + _LONG_S
+            places["before"] = min(before, self._place_at(table, upper_s, int(newest), behind=True))
+        if where.since is not None:
+            lower_s = where.since.timestamp() - _LONG_S
+            places["floor"] = self._place_at(table, lower_s, int(newest), behind=False)
+        return places
+
+    def _place_at(self, table: Table, at_s: float, newest: int, *, behind: bool) -> int:
+        """A place behind all rows of before that time, or one before all others; a gap may make it a further one."""
+        low, high = 0, newest + 1
+        while high - low > _STRETCH:
+            middle = (low + high) // 2
+            probe = {"floor": middle, "before": middle + 1 + _PROBED}
+            moment = as_time(self._page_rows(f"{table.name}_moment", probe)[0][0])
+            is_before = behind if moment is None else moment.timestamp() < at_s
+            if is_before:
+                low = middle
+            else:
+                high = middle
+        return high + _PROBED if behind else low
 
     def _of_each(self, name: str, params: dict[str, Any], table: Table) -> Rows:
         """Read a page of rows that an index has in their order, consumer by consumer."""
@@ -308,10 +379,11 @@ class Look(Reader):
         """Read a page stretch by stretch, each longer than the one before; and say where it stopped, if early."""
         ((newest,),) = self._page_rows(f"{table.name}_newest")
         upper, stretch = min(int(params["before"]), int(newest) + 1), _STRETCH
+        lowest = int(params["floor"])
         found: list[Sequence[Any]] = []
         began = time.monotonic()
-        while upper > 1:
-            floor, looked = max(0, upper - 1 - stretch), time.monotonic()
+        while upper > lowest + 1:
+            floor, looked = max(lowest, upper - 1 - stretch), time.monotonic()
             bounds = {"before": upper, "floor": floor, "limit": params["limit"] - len(found)}
             try:
                 found += self._page_rows(f"{table.name}_list", {**params, **bounds})
@@ -328,7 +400,7 @@ class Look(Reader):
             longer = _LONGER if (now - looked) * _LONGER < _STRETCH_S else 1
             upper, stretch = floor + 1, stretch * longer
             if within_s is not None and now - began + (now - looked) * longer > within_s:
-                return found, upper if upper > 1 else None
+                return found, upper if upper > lowest + 1 else None
         return found, None
 
     def _page_rows(self, name: str, params: Mapping[str, Any] | None = None) -> Rows:
@@ -338,19 +410,54 @@ class Look(Reader):
         bound = self.dialect.statement("bound_look", {"statement_ms": _PAGE_MS})
         return self.in_transaction(bound, self.dialect.statement(name, params))[-1].rows
 
-    def failures(self) -> Sequence[FailureGroup]:
-        """Group the newest dead and failed messages of each consumer by fingerprint, the largest group first."""
+    def names(self) -> Mapping[str, Sequence[str]]:
+        """Name the values that a filter can have: by criterion, and of those that are few."""
+        app, workers = self.app, self.crew().workers
+        topics = {
+            *app.handlers.topics(),
+            *(name for route in app.routes.all() for name in route.topics),
+        }
+        for worker in workers:
+            topics.update(*worker.sources.values())
+        routes = {route.name for route in app.routes.all()}.union(
+            *(worker.routes for worker in workers)
+        )
+        names = {
+            "consumer": {*app.handlers.consumers(), *self.consumers()},
+            "topic": topics,
+            "route": routes,
+            "error_type": {group.error_type or "" for group in self.failures()},
+        }  # fmt: skip
+        return {column: sorted(known - {"", "*"}) for column, known in names.items()}
+
+    def hint(self, where: Filter[Any, Any]) -> str:
+        """Which name a filter may have meant that matches nothing; "" where nothing is like it."""
+        criteria = where.criteria()
+        for column, names in self.names().items():
+            name = criteria.get(column)
+            if not isinstance(name, str) or name in names or len(name) > _LIKE_MAX:
+                continue
+            for like in get_close_matches(name, names, 1):
+                return f"There is no {column.replace('_', ' ')} {name!r}; did you mean {like!r}?"
+        return ""
+
+    def failures(self, consumer: str | None = None) -> Sequence[FailureGroup]:
+        """Group the newest dead and failed messages of each consumer by fingerprint, the largest group first.
+
+        Args:
+            consumer: only of this one.
+        """
         groups: dict[tuple[str | None, str | None], FailureGroup] = {}
-        consumers = self.consumers()
+        consumers = self.consumers() if consumer is None else [consumer]
         share = _GROUPED // (2 * len(consumers) or 1)
         most = min(max(share, _GROUPED_MIN), _GROUPED_MAX)
-        for consumer in consumers:
+        for name in consumers:
             for status in ("dead", "failed"):
-                params = {"consumer": consumer, "status": status, "most": most}
+                params = {"consumer": name, "status": status, "most": most}
                 found = self._page_rows("failure_groups", params)
                 more = sum(int(row[2]) for row in found) == most
                 for row in found:
-                    fresh = _failures(consumer, status, row, more=more)
+                    fresh = _failures(name, status, row, more=more)
                     key = fresh.fingerprint, fresh.error_type
                     groups[key] = groups[key].joined(fresh) if key in groups else fresh
         largest = sorted(groups.values(), key=lambda group: group.count, reverse=True)

@@ -13,7 +13,6 @@ from contextlib import suppress
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
 from txbox.admin import tables
@@ -42,8 +41,6 @@ P = ParamSpec("P")
 Rows = Sequence[Sequence[Any]]
 
 _SHOWN_MAX = 20
-# characters of a name that is compared with others
-_LIKE_MAX = 100
 
 
 class Consumes(Protocol):
@@ -356,21 +353,6 @@ class Reader:
         attempts = self.rows("inbox_attempts", params) if found and table is INBOX else ()
         columns = self.columns
         return [tables.message_of(columns, table, row, attempts, reveal=reveal) for row in found]
-
-    def hint(self, where: Filter[Any, Any]) -> str:
-        """Which consumer or topic a filter may have meant that matches nothing; "" where nothing is like it."""
-        criteria = where.criteria()
-        known = {
-            "consumer": {*self.app.handlers.consumers(), *(str(name) for (name,) in self.rows("consumers"))},
-            "topic": {*self.app.handlers.topics(), *(name for route in self.app.routes.all() for name in route.topics)},
-        }  # fmt: skip
-        for column, names in known.items():
-            name = criteria.get(column)
-            if not isinstance(name, str) or name in names or len(name) > _LIKE_MAX:
-                continue
-            for like in get_close_matches(name, sorted(names - {"", "*"}), 1):
-                return f"There is no {column} {name!r}; did you mean {like!r}?"
-        return ""
 
     def with_waits(self, messages: Sequence[Any]) -> list[Any]:
         """Add to messages of the inbox what they wait for, where a handler has an order."""

@@ -122,7 +122,7 @@ class Replays(Changes):
     def _check_replay(self, where: InboxFilter, as_consumer: str | None) -> None:
         if where.consumer is None:
             raise ConfigurationError("A replay is for one consumer: give consumer=.")
-        for name in ("error_type", "fingerprint", "older_than"):
+        for name in ("error_type", "fingerprint", "older_than", "since", "until", "id_prefix"):
             if getattr(where, name) is not None:
                 raise ConfigurationError(
                     f"A replay cannot be filtered by {name}: use message_id, topic, type or key."
@@ -147,7 +147,7 @@ class Replays(Changes):
         """Read messages of one consumer whose payload was kept, in arrival order, without locking them.
 
         Args:
-            where: error type, fingerprint and age are ignored.
+            where: error type, fingerprint, age, times and the beginning of the id are ignored.
             after: the arrival to continue behind; -1 for the first.
         """
         found = self.rows("replay_read", {**where.params(), "after": after, "limit": limit})

@@ -390,7 +390,13 @@ QUARANTINE = Table(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter(Generic[RowT, MessageT]):
-    """Criteria for the rows of one table; None matches everything."""
+    """Criteria for the rows of one table; None matches everything.
+
+    Args:
+        older_than: received or staged longer ago than this.
+        since, until: received or staged at that time or later, and before that one.
+        id_prefix: how the id begins.
+    """
 
     table: ClassVar[Table]
 
@@ -400,6 +406,9 @@ class Filter(Generic[RowT, MessageT]):
     type: str | None = None
     key: str | None = None
     older_than: timedelta | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    id_prefix: str | None = None
 
     @property
     def named(self) -> bool:
@@ -422,6 +431,11 @@ class Filter(Generic[RowT, MessageT]):
         # "" is what came without an id
         if self.message_id:
             values["message_id"] = stored_id(self.message_id)
+        if self.id_prefix is not None:
+            values["id_prefix"] = stored_id(self.id_prefix)
+        for name in ("since", "until"):
+            moment: datetime | None = values.pop(name)
+            values[f"{name}_s"] = None if moment is None else moment.timestamp()
         return {**values, "older_than_s": None if age is None else age.total_seconds()}
 
 

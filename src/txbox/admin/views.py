@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from txbox.admin.activity import WorkerStatus
+from txbox.admin.changes import Changed
 from txbox.admin.replay import ReplayFailure
 from txbox.admin.tables import (
     INBOX,
@@ -40,6 +41,9 @@ DEFAULT_PARTITION = (
     "Newer messages go to the default partition until `txbox run` or `txbox maintain` makes more."
 )
 _ERROR_CHARACTERS = 120
+_LABELS = {
+    "message_id": "id", "since": "received from", "until": "received before", "id_prefix": "ids that begin with",
+}  # fmt: skip
 _MARKS = {"stuck": "!", "waits": "…", "ok": "✓", "info": "-", "unchecked": "?"}
 _LISTED = {
     INBOX.name: (
@@ -65,6 +69,43 @@ def noun_of(table: Table, verb: Verb, status: str | None) -> str:
         return table.noun
     meant = table.changes[verb].meant
     return f"{status or (meant[0] if len(meant) == 1 else 'waiting')} {table.noun}"
+
+
+def label(criterion: str) -> str:
+    """How people call a criterion of a filter."""
+    return _LABELS.get(criterion, criterion.replace("_", " "))
+
+
+def extent(table: Table, verb: Verb, criteria: Mapping[str, str]) -> str:
+    """Say in words what a filter means to a verb: every dead message of consumer billing."""
+    given = ", ".join(
+        f"{label(name)} {value}" for name, value in criteria.items() if name != "status"
+    )
+    of = f" of {given}" if given else f" in the whole {table.name}"
+    return f"every {noun_of(table, verb, criteria.get('status'))}{of}"
+
+
+def extents(table: Table, criteria: Mapping[str, str]) -> list[tuple[list[Verb], str]]:
+    """What a filter means to each verb that its status allows; verbs to which it means the same stand together."""
+    verbs: dict[str, list[Verb]] = {}
+    for verb, change in table.changes.items():
+        if criteria.get("status") in (None, *change.statuses):
+            verbs.setdefault(extent(table, verb, criteria), []).append(verb)
+    return [(named, words) for words, named in verbs.items()]
+
+
+def breakdown(changes: Sequence[Changed]) -> View:
+    """What changes match, by consumer and status."""
+    counts: dict[tuple[str, str], int] = {}
+    for matching in (part for change in changes for part in change.matching):
+        place = matching.consumer or UNMATCHED, matching.status
+        counts[place] = counts.get(place, 0) + matching.rows
+    if any(part.consumer is not None for change in changes for part in change.matching):
+        return View(
+            ("consumer", "status", "messages"),
+            [(*place, counts[place]) for place in sorted(counts)],
+        )
+    return View(("status", "messages"), [(place[1], counts[place]) for place in sorted(counts)])
 
 
 def spared(count: int) -> str:

@@ -41,8 +41,9 @@ _LOCK_TRIES = 10
 # while we wait for the inbox everyone else queues behind us, so at first wait only as long as a short transaction
 _LOCK_WAIT_MS = 5
 _LOCK_WAIT_MAX_MS = 100
-# nobody writes counts for a minute this old, unless the database was away
-_FOLDED_AFTER_S = 300.0
+# how many minutes become one row, and when: nobody writes counts for a minute that old, unless the database was away,
+# which is endured for an hour
+_FOLDED_AFTER_S = {1: 300.0, 30: 6 * 3600.0}
 # keep crashed workers visible for a while
 _WORKERS_KEPT_S = 3600.0
 
@@ -306,9 +307,9 @@ async def prune_quarantine(db: Session, app: App, task: Task) -> Report:
 
 
 async def prune_activity(db: Session, app: App, task: Task) -> Report:
-    """Merge the counts of all processes into one row per minute, and delete those past `Retention.activity`.
+    """Merge the counts of all processes into one row per minute, and those of a half hour once they are old.
 
-    Workers that have been silent for an hour are deleted too.
+    Those past `Retention.activity` are deleted, and so are workers that have been silent for an hour.
     """
     run = _Run(app, task, "prune-activity")
     if not await run.begin(db, at_any_time=True):
@@ -318,11 +319,12 @@ async def prune_activity(db: Session, app: App, task: Task) -> Report:
         run.did(
             await activity.prune(db, run.dialect, older_than_s=kept_s, silent_s=_WORKERS_KEPT_S)
         )
-        while await run.may_go_on(db):
-            folded = await activity.fold(db, run.dialect, older_than_s=_FOLDED_AFTER_S)
-            run.did(folded)
-            if not folded:
-                break
+        for step, older_than_s in _FOLDED_AFTER_S.items():
+            while await run.may_go_on(db):
+                folded = await activity.fold(db, run.dialect, older_than_s=older_than_s, step=step)
+                run.did(folded)
+                if not folded:
+                    break
         return await run.end(db)
 
 

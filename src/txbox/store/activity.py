@@ -292,25 +292,29 @@ def _counted(row: Sequence[Any]) -> tuple[Key, Counts]:
     return Key(int(minute), kind, str(name)), counts
 
 
-async def fold(db: Session, dialect: Dialect, *, older_than_s: float) -> int:
-    """Merge the rows that several processes wrote for the same minute; returns how many there were, 0 for no more.
+async def fold(db: Session, dialect: Dialect, *, older_than_s: float, step: int = 1) -> int:
+    """Merge the rows of several processes, and of several minutes; returns how many there were, 0 for no more.
+
+    Args:
+        step: so many minutes become one row, which has the first of them.
 
     Guarantee: one commit. Counts written for such an old minute at the same time may be lost: they are statistics.
     """
     before = await _minute_before(db, dialect, older_than_s)
-    found = await db.execute(
-        dialect.statement("activity_minutes", {"before": before, "limit": _FOLDED})
-    )
-    minutes = {"minute": [int(row[0]) for row in found.rows]}
+    params = {"before": before - before % step, "limit": _FOLDED, "step": step}
+    found = await db.execute(dialect.statement("activity_minutes", params))
     if not found.rows:
         await db.commit()
         return 0
+    steps = {int(row[0]) // step * step for row in found.rows}
+    minutes = {"minute": [first + offset for first in sorted(steps) for offset in range(step)]}
     sums: dict[Key, Counts] = {}
     rows = await db.execute(dialect.statement("activity_of", {}, minutes))
     for key, counts in map(_counted, rows.rows):
-        sums.setdefault(key, Counts()).merge(counts)
+        first = key._replace(minute=key.minute // step * step)
+        sums.setdefault(first, Counts()).merge(counts)
     await _write(db, dialect, "", sums)
-    gone = await db.execute(dialect.statement("activity_folded", {}, minutes))
+    gone = await db.execute(dialect.statement("activity_folded", params, minutes))
     await db.commit()
     return int(gone.count)
 

@@ -2,6 +2,7 @@
 -- `:name::type` is a parameter; only PostgreSQL is told the type. `[name x]` inserts a fragment, with x as its parameter.
 -- Every database's own file has these fragments:
 --   [now], [stable_now], [ago seconds], [in seconds], [age moment], [clock]    the time; a stable one can bound an index scan
+--   [instant seconds]            a point in time, of seconds since 1970
 --   [text column]                what is stored as bytes, as text
 --   [time moment]                a point in time, as `as_time` reads it: whatever the session's formats, and beyond Python's
 --   [joined column]              an aggregate: the texts of a group with commas between
@@ -361,6 +362,13 @@ SELECT consumer FROM aside WHERE consumer IS NOT NULL
 -- fragment: is column
 (:[column]::text IS NULL OR [column] = :[column]::text)
 
+-- fragment: within moment id
+-- Of which time, and how the id begins.
+(:older_than_s::double precision IS NULL OR [moment] < [ago :older_than_s])
+   AND (:since_s::double precision IS NULL OR [moment] >= [instant :since_s])
+   AND (:until_s::double precision IS NULL OR [moment] < [instant :until_s])
+   AND (:id_prefix::text IS NULL OR substr([id], 1, length(:id_prefix::text)) = :id_prefix::text)
+
 -- fragment: inbox_row
 [text consumer], [text message_id], status, [text topic], [text type], [text txbox_inbox.key], attempts, starts,
        [time received_at], [time updated_at], [time processed_at], [time next_attempt_at], [time lease_until], error_type,
@@ -372,7 +380,7 @@ SELECT consumer FROM aside WHERE consumer IS NOT NULL
    AND (:key::text IS NULL OR txbox_inbox.key = :key::text)
    AND [is error_type]
    AND [is fingerprint]
-   AND (:older_than_s::double precision IS NULL OR received_at < [ago :older_than_s])
+   AND [within received_at, message_id]
 
 -- name: inbox_list
 -- Keyset pages, newest first, of a stretch of arrivals: no index knows all rows by what may be asked for.
@@ -390,7 +398,7 @@ SELECT consumer FROM aside WHERE consumer IS NOT NULL
 [look] [inbox_row]
   FROM [by_status]
    AND status <> 'processed' AND status = :status::text
-   AND arrival < :before::bigint
+   AND arrival > :floor::bigint AND arrival < :before::bigint
    AND [inbox_filter]
  ORDER BY arrival DESC
  LIMIT :limit::integer
@@ -485,15 +493,15 @@ SELECT [message]
        CASE WHEN own.key IS NOT NULL AND own.status = 'pending' THEN [before_it] END,
        own.key_id
 
--- fragment: listed condition
+-- fragment: listed order condition
 (SELECT id, number, status, topic, type, txbox_outbox.key, attempts, staged_at, available_at, sent_at, cause_consumer,
                cause_id, error_type, error, key_id, route, [state] AS state
           FROM txbox_outbox
          WHERE [condition] AND number < :before::bigint
            AND [outbox_filter]
-         ORDER BY number DESC
+         ORDER BY [order]
          LIMIT :limit::integer) AS own
- ORDER BY own.number DESC
+ ORDER BY own.[order]
 
 -- fragment: outbox_filter
 [is topic]
@@ -501,13 +509,13 @@ SELECT [message]
    AND [is type]
    AND (:key::text IS NULL OR txbox_outbox.key = :key::text)
    AND [is error_type]
-   AND (:older_than_s::double precision IS NULL OR staged_at < [ago :older_than_s])
+   AND [within staged_at, id]
 
 -- name: outbox_list
 -- Keyset pages of a stretch of numbers, newest first; each row with the one of its key that must leave before it, if
 -- any. Of the statuses that people see, the table has four as pending: that is asked first, it is what an index knows.
 [look] [outbox_row]
-  FROM [listed number > :floor::bigint
+  FROM [listed number DESC, number > :floor::bigint
            AND (:status::text IS NULL
                 OR status = CASE WHEN :status::text IN ('due', 'delayed', 'leased', 'failed') THEN 'pending'
                                  ELSE :status::text END
@@ -516,12 +524,12 @@ SELECT [message]
 -- name: outbox_list_ended
 -- The same of those that are dead, sent or discarded, which an index has in this order.
 [look] [outbox_row]
-  FROM [listed status <> 'pending' AND status = :status::text]
+  FROM [listed number DESC, status <> 'pending' AND status = :status::text AND number > :floor::bigint]
 
 -- name: outbox_list_id
 -- The same of one id.
 [look] [outbox_row]
-  FROM [listed id = :message_id::text AND (:status::text IS NULL OR [state] = :status::text)]
+  FROM [listed number DESC, id = :message_id::text AND (:status::text IS NULL OR [state] = :status::text)]
 
 -- name: outbox_show
 SELECT [outbox_row], own.content_type, own.headers, own.payload
@@ -588,7 +596,7 @@ UPDATE [outgoing_of message_id] SET status = 'pending', route = :to::text, token
 [is topic]
    AND [is type]
    AND (:key::text IS NULL OR txbox_quarantine.key = :key::text)
-   AND (:older_than_s::double precision IS NULL OR received_at < [ago :older_than_s])
+   AND [within received_at, message_id]
 
 -- fragment: quarantine_page
 [text consumer], [text message_id], hash, status, reason, [text topic], [text type], [text txbox_quarantine.key],
@@ -660,6 +668,40 @@ SELECT [quarantine_row]
 -- name: audit
 INSERT INTO txbox_audit (actor, action, filter, affected, reason)
 VALUES (:actor::text, :action::text, :filter::text, :affected::bigint, :reason::text)
+
+-- ---- admin/look.py: what only pages ask ------------------------------------------------------------------------------
+
+-- name: inbox_list_prefix
+-- Of one consumer, by the first characters of an id; in its order, which the key has.
+[look] [inbox_row]
+  FROM txbox_inbox
+ WHERE consumer = :consumer::text AND message_id >= :id_prefix::text AND message_id < :id_end::text
+   AND [is status]
+   AND [inbox_filter]
+ ORDER BY message_id
+ LIMIT :limit::integer
+
+-- name: outbox_list_prefix
+-- As inbox_list_prefix.
+[look] [outbox_row]
+  FROM [listed id, id >= :id_prefix::text AND id < :id_end::text AND (:status::text IS NULL OR [state] = :status::text)]
+
+-- name: inbox_moment
+-- When the first of a few arrivals was received: numbers grow with time, so halves of halves find a time's place.
+[look] [time min(received_at)] FROM txbox_inbox WHERE arrival > :floor::bigint AND arrival < :before::bigint
+
+-- name: outbox_moment
+-- As inbox_moment.
+[look] [time min(staged_at)] FROM txbox_outbox WHERE number > :floor::bigint AND number < :before::bigint
+
+-- name: pause_changes
+-- When consumers were paused and resumed, the newest first; among the newest rows of the audit, which has no index by
+-- time.
+[look] [time latest.recorded_at], latest.actor, latest.action, latest.filter, latest.reason
+  FROM (SELECT number, recorded_at, actor, action, filter, reason FROM txbox_audit
+         ORDER BY number DESC LIMIT :limit::integer) AS latest
+ WHERE latest.action IN ('pause', 'resume')
+ ORDER BY latest.number DESC
 
 -- ---- admin/encrypt.py -----------------------------------------------------------------------------------------------
 -- Of each table: a stretch of rows in the order of its key, with what tells under which key they are; the texts of one
@@ -745,10 +787,12 @@ SELECT [clock]
 
 -- name: doctor_messages
 -- Of a consumer and status: the age of the oldest, how many of the oldest have lost their lease, and how many there are
--- of all, up to a limit. Each row that is looked at may be a page of its own; the count needs the index alone.
+-- of all, up to a limit, and the age of the newest. Each row that is looked at may be a page of its own; the count needs
+-- the index alone.
 SELECT [age min(own.received_at)], count(CASE WHEN own.expired THEN 1 END), count(CASE WHEN own.endless THEN 1 END),
        (SELECT count(*) FROM (SELECT 1 FROM [by_status] AND [open] status = :status::text
-                               LIMIT :counted::integer) AS alike)
+                               LIMIT :counted::integer) AS alike),
+       (SELECT [age received_at] FROM [by_status] AND [open] status = :status::text ORDER BY arrival DESC LIMIT 1)
   FROM (SELECT received_at,
                status = 'processing' AND (lease_until IS NULL OR lease_until < [ago :late_s]) AS expired,
                status <> 'dead' AND status <> 'processing' AND has_payload AND next_attempt_at IS NULL AS endless
@@ -796,7 +840,7 @@ SELECT count(*), [age min(own.staged_at)]
          ORDER BY number LIMIT :limit::integer) AS own
 
 -- name: doctor_quarantined
-SELECT count(*), [age min(own.received_at)]
+SELECT count(*), [age min(own.received_at)], [age max(own.received_at)]
   FROM (SELECT received_at FROM txbox_quarantine
          WHERE consumer = :consumer::text AND status = 'quarantined' LIMIT :limit::integer) AS own
 
@@ -946,10 +990,13 @@ SELECT minute - minute % :step::bigint AS first, kind, [text name], sum(received
   FROM txbox_activity WHERE minute >= :minute::bigint
  GROUP BY 1, 2, 3 ORDER BY 1
 
+-- fragment: unfolded
+(worker <> '' OR minute % :step::bigint <> 0)
+
 -- name: activity_minutes
--- Minutes of which several processes have rows yet.
+-- Minutes of which several processes have rows yet, or that belong to a longer step.
 SELECT DISTINCT minute FROM txbox_activity
- WHERE minute < :before::bigint AND worker <> '' ORDER BY minute LIMIT :limit::integer
+ WHERE minute < :before::bigint AND [unfolded] ORDER BY minute LIMIT :limit::integer
 
 -- name: activity_of
 SELECT minute, kind, [text name], received, processed, duplicate, deferred, failed, dead, quarantined, latency, run,
@@ -957,7 +1004,7 @@ SELECT minute, kind, [text name], received, processed, duplicate, deferred, fail
   FROM txbox_activity WHERE minute [in_rows minute, bigint]
 
 -- name: activity_folded
-DELETE FROM txbox_activity WHERE minute [in_rows minute, bigint] AND worker <> ''
+DELETE FROM txbox_activity WHERE minute [in_rows minute, bigint] AND [unfolded]
 
 -- name: activity_prune
 DELETE FROM txbox_activity WHERE minute < :before::bigint

@@ -24,6 +24,9 @@ UTC_TIMESTAMP(6) - INTERVAL [seconds] SECOND
 -- fragment: in seconds
 UTC_TIMESTAMP(6) + INTERVAL [seconds] SECOND
 
+-- fragment: instant seconds
+TIMESTAMP'1970-01-01 00:00:00' + INTERVAL [seconds] SECOND
+
 -- fragment: age moment
 TIMESTAMPDIFF(MICROSECOND, [moment], UTC_TIMESTAMP(6)) / 1e6
 

@@ -18,6 +18,9 @@ now() - make_interval(secs => [seconds]::double precision)
 -- fragment: in seconds
 clock_timestamp() + make_interval(secs => [seconds]::double precision)
 
+-- fragment: instant seconds
+to_timestamp([seconds]::double precision)
+
 -- fragment: age moment
 extract(epoch FROM clock_timestamp() - [moment])::double precision
 

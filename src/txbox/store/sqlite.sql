@@ -20,6 +20,9 @@ strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', -[seconds]))
 -- fragment: in seconds
 strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', [seconds]))
 
+-- fragment: instant seconds
+strftime('%Y-%m-%d %H:%M:%f', [seconds], 'unixepoch')
+
 -- fragment: age moment
 round((julianday('now') - julianday([moment])) * 86400.0, 3)
 
@@ -555,7 +558,9 @@ SELECT status, consumer FROM found WHERE consumer IS NOT NULL LIMIT :limit
 SELECT [age min(own.received_at)], count(CASE WHEN own.expired THEN 1 END), count(CASE WHEN own.endless THEN 1 END),
        (SELECT count(*) FROM (SELECT 1 FROM txbox_inbox INDEXED BY txbox_inbox_status
                                WHERE status <> 'processed' AND status = :status AND consumer = :consumer
-                               LIMIT :counted) AS alike)
+                               LIMIT :counted) AS alike),
+       (SELECT [age received_at] FROM txbox_inbox INDEXED BY txbox_inbox_status
+         WHERE status <> 'processed' AND status = :status AND consumer = :consumer ORDER BY arrival DESC LIMIT 1)
   FROM (SELECT received_at,
                status = 'processing' AND (lease_until IS NULL OR lease_until < [ago :late_s]) AS expired,
                status <> 'dead' AND status <> 'processing' AND has_payload AND next_attempt_at IS NULL AS endless

@@ -142,6 +142,19 @@ class WantedChange:
         """Where a reroute goes, as the outbox has it."""
         return "" if self.options["to"] == "any" else self.options["to"]
 
+    @property
+    def extent(self) -> str:
+        """What its filter means, in words."""
+        return (
+            ""
+            if self.picked
+            else views.extent(self.kind.table, cast("Verb", self.verb), self.criteria)
+        )
+
+    def needs_reason(self, count: int) -> bool:
+        """Whether it is of so many that the audit must say why."""
+        return not self.picked or count > 1
+
     def change(self, admin: Admin, where: Any, **how: Any) -> Changed:
         if self.verb == "replay":
             return _replayed(admin, where, how)
@@ -155,9 +168,7 @@ class WantedChange:
         if not self.picked:
             noun = views.noun_of(table, cast("Verb", self.verb), criteria.get("status"))
         given = ", ".join(
-            f"{name.replace('_', ' ')} {value}"
-            for name, value in criteria.items()
-            if name != "status"
+            f"{views.label(name)} {value}" for name, value in criteria.items() if name != "status"
         )
         of = f" of {given}" if given else ""
         to = f" to {self.options['to']}" if self.verb == "reroute" else ""

@@ -10,10 +10,12 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
+from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urlencode
 
@@ -22,12 +24,16 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from txbox.admin import Admin, MessageChanged, views
+from txbox.admin.activity import Activities, Activity, together
 from txbox.admin.explain import Explanation, Sentence
+from txbox.admin.findings import Crew, grouped
 from txbox.admin.tables import (
     COUNTED_MAX,
     INBOX,
     QUARANTINE,
     UNMATCHED,
+    ConsumerStatus,
+    FailureGroup,
     Filter,
     InboxFilter,
     OutboxFilter,
@@ -37,8 +43,10 @@ from txbox.admin.tables import (
 from txbox.boundaries import log as _log
 from txbox.errors import Fault, SchemaError, StoreError, StoreUnavailable
 from txbox.outcome import Status
-from txbox.text import CONTROL, duration_of
+from txbox.store.activity import Counts, Kind
+from txbox.text import CONTROL, View, duration_of
 from txbox.ui import security
+from txbox.ui.charts import Charts, charts
 from txbox.ui.operations import Operation, Operations, WantedChange
 from txbox.ui.render import differences, names_of, plot, readable, templates
 from txbox.ui.security import Access, Grant, Signer, Tokens
@@ -46,6 +54,7 @@ from txbox.ui.security import Access, Grant, Signer, Tokens
 _VERSION = version("txbox")
 _ROWS = 50
 _PICKED_MAX = 200
+_SEARCHED = 1_000
 # how long a page may look for rows that no index knows
 _LOOK_S = 0.1
 _REASON_CHARACTERS = 500
@@ -63,11 +72,28 @@ STATIC = {
 }
 #: Sentences of an explanation that the page has in other places.
 _SHOWN_ELSEWHERE = ("last error", "received", "staged", "cause", "caused")
-#: What the overview looks back on, and how long a step of its plots is.
+#: What charts look back on, and how long a step of them is.
 _SPANS = {
-    "1h": (timedelta(hours=1), timedelta(minutes=1)),
-    "24h": (timedelta(days=1), timedelta(minutes=30)),
-}
+    name: (timedelta(minutes=last), timedelta(minutes=step))
+    for name, last, step in (
+        ("15m", 15, 1), ("1h", 60, 1), ("6h", 360, 5), ("24h", 1_440, 30), ("7d", 10_080, 180),
+    )
+}  # fmt: skip
+#: What stands at the front of a list.
+_FRONT = ("id", "error", "reason", "status", "consumer", "received", "staged")
+#: Lists that are looked at often: the words, and the status.
+_VIEWS = {
+    "inbox": (("Dead", "dead"), ("Retrying", "failed"), ("Waiting", "pending"), ("Running", "processing")),
+    "outbox": (("Due", "due"), ("Retrying", "failed"), ("Dead", "dead"), ("Sent", "sent")),
+    "quarantine": (("To decide", ""), ("Accepted", "accepted"), ("Discarded", "discarded")),
+}  # fmt: skip
+#: What the search box calls criteria, beside their names.
+_WORDS = {"id": "message_id", "error": "error_type", "older": "older_than"}
+_WORD = re.compile(r'([A-Za-z_]+):(?:"([^"]*)"|(\S+))|(\S+)')
+# what a filter may name is looked up so often
+_NAMES_S = 30.0
+#: More are changed only when their number is typed.
+_TYPED = 1_000
 #: A payload that is longer is edited on the command line: a form may have no more.
 _EDITED_BYTES = 64 * 1024
 
@@ -112,6 +138,7 @@ class Pages:
 
     def __init__(self, admin: Admin, tokens: Tokens | None, signer: Signer) -> None:
         self._admins = {True: admin, False: admin.without_errors()}
+        self._known_names: tuple[float, Mapping[str, Sequence[str]]] = (float("-inf"), {})
         self.changes = Operations()
         #: A digest of what was open when somebody looked last; "" before that.
         self.seen = ""
@@ -201,37 +228,156 @@ class Pages:
 
     def overview(self, asked: Asked) -> Values:
         consumers, topics = asked.admin.overview()
-        last, step = _SPANS.get(asked.query.get("last", ""), _SPANS["1h"])
-        time, pauses = asked.admin.activity(last, step=step), asked.admin.pauses()
-        checked = asked.admin.check()
+        last, time = self._time(asked)
+        crew, checked = asked.admin.crew(), asked.admin.check()
+        unfinished = sum(map(_unfinished, consumers))
         return {
-            "consumers": consumers, "topics": topics, "spans": _SPANS, "live": True,
-            "last": asked.query.get("last", "1h"), "paused": {pause.consumer for pause in pauses},
+            "consumers": consumers, "topics": topics, "live": True, "last": last, "spans": _SPANS,
+            "paused": {pause.consumer for pause in crew.paused},
             "plotted": [(each, plot(each, time)) for each in (*time.consumers, *time.routes)],
-            "checked": checked,
-            "counted_max": COUNTED_MAX, "unmatched": UNMATCHED,
+            "alerts": grouped(checked.findings), "checked": checked, "listed": _MESSAGES.listed, "where": {},
+            "drawn": self._drawn(asked, crew, together(time.consumers), time, unfinished),
+            "counted_max": COUNTED_MAX, "unmatched": UNMATCHED, "here_too": {}, "as_table": "table" in asked.query,
         }  # fmt: skip
 
-    def listed(self, asked: Asked, place: Place) -> Values:
-        table = place.kind.table
+    def _time(self, asked: Asked) -> tuple[str, Activities]:
+        """What was counted in the time that a page looks back on, and its name."""
+        last = asked.query.get("last", "")
+        last = last if last in _SPANS else "1h"
+        span, step = _SPANS[last]
+        return last, asked.admin.activity(span, step=step)
+
+    def _drawn(
+        self, asked: Asked, crew: Crew, activity: Activity, time: Activities, unfinished: int | None
+    ) -> Charts:
+        changes = asked.admin.pause_changes()
+        name, paused = activity.name, crew.paused
+        if activity.kind == "route":
+            workers, paused, changes = crew.relaying([name]), (), ()
+        elif name:
+            workers = crew.running(name)
+            paused = tuple(pause for pause in paused if pause.consumer == name)
+            changes = [change for change in changes if change.filter.get("consumer") == name]
+        else:
+            workers = list(crew.workers)
+        return charts(
+            activity, time, workers=workers, paused=paused, changes=changes, unfinished=unfinished
+        )
+
+    def one(self, asked: Asked, kind: Kind) -> Values:
+        """A consumer, or a route of the outbox."""
+        name = asked.query.get("name", "")
+        if kind == "consumer":
+            _known(name)
+        last, time = self._time(asked)
+        crew = asked.admin.crew()
+        empty = Activity(kind=kind, name=name, total=Counts(), points=())
+        every = time.consumers if kind == "consumer" else time.routes
+        activity = next((each for each in every if each.name == name), empty)
+        counts: dict[str, int] = {}
+        groups: Sequence[FailureGroup] = ()
+        if kind == "consumer":
+            status = asked.admin.open_of(name)
+            counts = {**status.counts, "quarantined": status.quarantined}
+            groups, unfinished = asked.admin.failures(name), _unfinished(status)
+            workers, where = crew.running(name), {"consumer": name}
+        else:
+            for topic in asked.admin.unsent():
+                for state, count in topic.counts.items() if topic.route == name else ():
+                    counts[state] = counts.get(state, 0) + count
+            workers, where, unfinished = crew.relaying([name]), {"route": name or "any"}, None
+        found = [
+            one for one in asked.admin.check().findings
+            if one.subject == name or (kind == "route" and one.query.get("route") == (name or "any"))
+        ]  # fmt: skip
+        place = _MESSAGES if kind == "consumer" else _OUTBOX
+        return {
+            "kind": kind, "name": name, "live": True, "last": last, "spans": _SPANS, "counts": counts, "groups": groups,
+            "pause": crew.pause_of(name) if kind == "consumer" else None, "workers": workers,
+            "alerts": grouped(found), "listed": place.listed, "where": where, "here_too": {"name": name},
+            "drawn": self._drawn(asked, crew, activity, time, unfinished), "as_table": "table" in asked.query,
+        }  # fmt: skip
+
+    def _names(self, admin: Admin) -> Mapping[str, Sequence[str]]:
+        """What filters may name, read anew twice a minute."""
+        at, names = self._known_names
+        if monotonic() - at > _NAMES_S:
+            names = admin.names()
+            self._known_names = monotonic(), names
+        return names
+
+    def listed(self, asked: Asked, place: Place) -> Values | Response:
+        table, words = place.kind.table, asked.query.get("q", "").strip()
+        names = self._names(asked.admin)
+        hint = ""
+        if words:
+            found = self._searched(asked, place, words, names)
+            if isinstance(found, Response):
+                return found
+            hint = found
         where = _filter(place.kind, asked.query)
         if table is QUARANTINE and "status" not in asked.query:
             where = replace(where, status=table.statuses[0])
         before: int | str | None = asked.query.get("before") or None
         if isinstance(before, str) and table.place is not None:
             before = _number(before)
-        found = asked.admin.page(where, limit=_ROWS, before=before, within_s=_LOOK_S)
-        rows = found.rows
-        view = views.page(table, rows).filled()
-        kept = {name: value for name, value in asked.query.items() if name != "before" and value}
+        page = asked.admin.page(where, limit=_ROWS, before=before, within_s=_LOOK_S)
+        rows = page.rows
+        view = _in_front(views.page(table, rows).filled())
+        kept = {
+            name: value
+            for name, value in asked.query.items()
+            if name not in ("before", "q") and value
+        }
+        criteria = where.criteria()
         return {
             "table": table, "place": place, "view": view, "listed": list(zip(rows, view.rows, strict=True)),
-            "criteria": where.criteria(), "filters": [item.name for item in fields(where)], "given": asked.query,
-            "more": None if found.behind is None else {**kept, "before": found.behind},
+            "criteria": criteria, "filters": [item.name for item in fields(where)], "given": asked.query,
+            "more": None if page.behind is None else {**kept, "before": page.behind},
             "first": before is None, "live": before is None, "nothing": views.nothing(where),
-            "hint": "" if rows else asked.admin.hint(where),
-            "stopped": found.behind is not None and len(rows) < _ROWS,
+            "hint": hint or ("" if rows else asked.admin.hint(where)),
+            "stopped": page.behind is not None and len(rows) < _ROWS, "names": names, "words": words,
+            "views": _VIEWS[table.name],
+            "extents": views.extents(table, {name: kept.get(name, value) for name, value in criteria.items()}),
+            "cut": where.id_prefix is not None and len(rows) == _ROWS and table is not QUARANTINE,
         }  # fmt: skip
+
+    def _searched(
+        self, asked: Asked, place: Place, words: str, names: Mapping[str, Sequence[str]]
+    ) -> Response | str:
+        """Where the words of the search box lead; or a hint to what is wrong with them."""
+        kept = {
+            name: value
+            for name, value in asked.query.items()
+            if name not in ("before", "q") and value
+        }
+        known, terms = [item.name for item in fields(place.kind)], list[str]()
+        for match in _WORD.finditer(words[:_SEARCHED]):
+            field, quoted, plain, bare = match.groups()
+            column = "" if field is None else _WORDS.get(field.lower(), field.lower())
+            value = quoted if plain is None else plain
+            statuses = place.kind.table.statuses
+            if column == "status" and value not in (*statuses, "all"):
+                like = get_close_matches(value or "", statuses, 1)
+                meant = (
+                    f"did you mean '{like[0]}'?" if like else f"there are {', '.join(statuses)}."
+                )
+                return f"There is no status {value!r}; {meant}"
+            if column in known and value:
+                kept[column] = (
+                    _completed(value, names.get(column, ())) if column == "error_type" else value
+                )
+            elif field is not None and (like := get_close_matches(column, [*known, *_WORDS], 1)):
+                return f"There is no field {field!r}; did you mean {like[0]!r}?"
+            else:
+                terms.append(bare or match[0])
+        if term := " ".join(terms):
+            starting = _filter(place.kind, {**kept, "id_prefix": term})
+            found = asked.admin.page(starting, limit=2).rows
+            if len(found) == 1 and set(kept) <= {"status"} and found[0].message_id == term:
+                return self._to(asked, place.shown, **names_of(found[0], place.kind.table))
+            kept["id_prefix" if found else "key"] = term
+        return self._to(asked, place.listed, **kept)
 
     def shown(self, asked: Asked, place: Place, *, reveal: bool = False) -> Values | Response:
         table = place.kind.table
@@ -412,13 +558,21 @@ class Pages:
             "reasons": [item["reason"] for item in refused], "criteria": wanted.criteria, "picked": wanted.picked,
             "bare": views.without_payload(bare) if bare else None, "unserved": _unserved(asked.admin, wanted, sample),
             "options": wanted.options, "canary": wanted.canary, "question": wanted.question(count),
-            "back": _back(asked, wanted), "done": views.DONE[wanted.verb],
+            "back": _back(asked, wanted), "done": views.DONE[wanted.verb], "parts": views.breakdown(changes),
+            "label": views.label, "extent": wanted.extent, "needs_reason": wanted.needs_reason(count),
+            "typed": count > _TYPED,
         }  # fmt: skip
 
     def change(self, asked: Asked) -> Response:
         """Begin a change of at most as many messages as was agreed to."""
         wanted = self._wanted(asked)
         agreed = _number(asked.field("count"))
+        if wanted.needs_reason(agreed) and _reason(asked) is None:
+            raise Refused(400, "Nothing was done: say why, for the audit.")
+        if agreed > _TYPED and re.sub(r"[\s,.']", "", asked.field("typed")) != str(agreed):
+            raise Refused(
+                400, f"Nothing was done: type the number of messages, {agreed:,}, to confirm it."
+            )
         operation = self.changes.start(
             partial(wanted.carried_out, admin=self._admins[False]), title=wanted.question(agreed).removesuffix("?"),
             actor=asked.access.actor, reason=_reason(asked), expected=agreed, back=_back(asked, wanted),
@@ -555,6 +709,12 @@ def _filter(kind: type[Filter[Any, Any]], given: Mapping[str, str]) -> Filter[An
                 values[item.name] = duration_of(value)
             except ValueError as error:
                 raise Refused(400, f"{error}.") from None
+        elif item.name in ("since", "until"):
+            try:
+                moment = datetime.fromisoformat(value)
+            except ValueError:
+                raise Refused(400, "A time is written as 2026-01-31T12:00, in UTC.") from None
+            values[item.name] = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
         elif item.name == "status" and value not in kind.table.statuses:
             if value != "all":
                 raise Refused(400, "Unknown status.")
@@ -565,6 +725,28 @@ def _filter(kind: type[Filter[Any, Any]], given: Mapping[str, str]) -> Filter[An
         else:
             values[item.name] = value
     return kind(**values)
+
+
+def _unfinished(status: ConsumerStatus) -> int:
+    return sum(status.counts.get(name, 0) for name in ("pending", "processing", "failed"))
+
+
+def _in_front(view: View) -> View:
+    """A list with what is looked for first."""
+    places = sorted(
+        range(len(view.columns)),
+        key=lambda place: (
+            _FRONT.index(view.columns[place]) if view.columns[place] in _FRONT else len(_FRONT)
+        ),
+    )
+    rows = [tuple(row[place] for place in places) for row in view.rows]
+    return View(tuple(view.columns[place] for place in places), rows)
+
+
+def _completed(value: str, names: Sequence[str]) -> str:
+    """The only name that has this in it, whatever the case; or the value itself."""
+    alike = [name for name in names if value.lower() in name.lower()]
+    return alike[0] if len(alike) == 1 and value not in names else value
 
 
 def _known(given: T | None) -> T:
@@ -692,6 +874,8 @@ class Rule(NamedTuple):
 #: Every path that needs a login.
 RULES: dict[str, Rule] = {
     "/": Rule("GET", "overview.html", Pages.overview),
+    "/consumer": Rule("GET", "one.html", partial(Pages.one, kind="consumer")),
+    "/route": Rule("GET", "one.html", partial(Pages.one, kind="route")),
     _MESSAGES.listed: Rule("GET", "list.html", partial(Pages.listed, place=_MESSAGES)),
     _MESSAGES.shown: Rule("GET", "message.html", partial(Pages.shown, place=_MESSAGES)),
     _OUTBOX.listed: Rule("GET", "list.html", partial(Pages.listed, place=_OUTBOX)),

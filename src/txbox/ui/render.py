@@ -235,7 +235,7 @@ def templates() -> Environment:
     )  # fmt: skip
     filters: dict[str, Callable[..., Any]] = {
         "seen": seen, "told": told, "plain": visible, "when": when, "age": age, "count": count, "cell": cell,
-        "key": key_of, "names": names_of, "seconds": seconds,
+        "key": key_of, "names": names_of, "seconds": seconds, "ago": ago,
     }  # fmt: skip
     environment.filters.update(filters)  # pyright: ignore[reportUnknownMemberType]
     return environment
@@ -271,6 +271,17 @@ def when(given: datetime | float | None) -> Markup:
     )
 
 
+def ago(at: datetime) -> Markup:
+    """How long ago a time was, or in how long it is; the time itself is in its title."""
+    if at.year in (1, 9999):
+        return when(at)
+    past_s = (datetime.now(UTC) - at).total_seconds()
+    words = f"{age(past_s)} ago" if past_s >= 0 else f"in {age(-past_s)}"
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(
+        at.isoformat(timespec="milliseconds"), moment(at), words
+    )
+
+
 def seconds(value: float | None) -> str:
     """A latency: three digits and a unit."""
     return "-" if value is None else lasting(value)
@@ -284,7 +295,7 @@ def count(number: int) -> str:
 def cell(value: Cell) -> Markup:
     """A cell of a table."""
     if isinstance(value, datetime):
-        return when(value)
+        return ago(value)
     if isinstance(value, timedelta):
         return escape(age(value.total_seconds()))
     if isinstance(value, (int, float)):

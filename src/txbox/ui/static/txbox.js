@@ -16,7 +16,7 @@
   // how long ago; where times are compared, behind the time itself. The title has it in UTC and as it is here
   const tell = (within) => within.querySelectorAll("time[datetime]").forEach((time) => {
     const at = new Date(time.dateTime), s = (Date.now() - at) / 1000, words = s < 0 ? "in " + age(s) : age(s) + " ago";
-    const utc = time.dataset.utc ||= time.textContent;
+    const utc = time.dataset.utc ||= time.title || time.textContent;
     time.textContent = time.closest(".at, th, p") ? `${utc} (${words})` : words;
     time.title = `${utc}, here ${at.toLocaleString()}`;
   });
@@ -41,6 +41,56 @@
     }));
     count();
   });
+
+  // charts: what is pointed at is told, arrows go from step to step, and a span that is drawn over leads to its messages
+  const links = (svg) => [...svg.querySelectorAll("a")];
+  const read = (link) => { link.closest("figure").querySelector(".read").textContent = link.querySelector("title").textContent; };
+  let from = null;
+  const span = (to) => {
+    const all = links(from.closest("svg")), a = all.indexOf(from), b = all.indexOf(to);
+    return b < 0 ? [] : all.slice(Math.min(a, b), Math.max(a, b) + 1);
+  };
+  const step = (event) => event.target.closest && event.target.closest(".chart a");
+  const address = (link) => new URL(link.getAttribute("href"), location);
+  document.addEventListener("pointermove", (event) => {
+    const link = step(event); if (!link) return;
+    read(link);
+    if (from) { links(from.closest("svg")).forEach((other) => other.classList.remove("in")); span(link).forEach((other) => other.classList.add("in")); }
+  });
+  document.addEventListener("pointerdown", (event) => { if (event.pointerType === "mouse") from = step(event); });
+  document.addEventListener("pointerup", (event) => {
+    const link = step(event), drawn = from && link ? span(link) : [];
+    from = null;
+    if (drawn.length < 2) return;
+    const to = address(drawn[0]); to.searchParams.set("until", address(drawn[drawn.length - 1]).searchParams.get("until"));
+    location.assign(to);
+  });
+  document.addEventListener("dragstart", (event) => { if (step(event)) event.preventDefault(); });
+  document.addEventListener("focusin", (event) => { if (step(event)) read(event.target); });
+  document.addEventListener("keydown", (event) => {
+    const svg = event.target.closest && event.target.closest(".chart svg"); if (!svg) return;
+    const all = links(svg), at = all.indexOf(event.target);
+    const to = { ArrowLeft: at < 0 ? all.length - 1 : at - 1, ArrowRight: at + 1, Home: 0, End: all.length - 1 }[event.key];
+    if (to !== undefined && all[to]) { event.preventDefault(); all[to].focus(); }
+  });
+
+  // views of one's own: their addresses are kept in this browser
+  const keep = () => {
+    const nav = document.querySelector("[data-views]"); if (!nav) return;
+    const key = "txbox-views" + location.pathname;
+    let kept = []; try { kept = JSON.parse(localStorage.getItem(key)) || []; } catch { return; }
+    const put = (views) => { try { localStorage.setItem(key, JSON.stringify(views)); } catch { /* for this page only */ } nav.querySelectorAll("[data-mine]").forEach((old) => old.remove()); kept = views; show(); };
+    const button = (text, act) => { const made = document.createElement("button"); made.type = "button"; made.className = "quiet"; made.dataset.mine = ""; made.textContent = text; made.addEventListener("click", act); nav.append(made); return made; };
+    const show = () => {
+      kept.forEach(([name, search]) => {
+        const link = document.createElement("a"); link.href = location.pathname + search; link.textContent = name; link.dataset.mine = "";
+        nav.append(link);
+        button("×", () => put(kept.filter((view) => view[0] !== name))).setAttribute("aria-label", `Forget the view ${name}`);
+      });
+      if (location.search) button("Save this view…", () => { const name = prompt("Name of this view"); if (name) put([...kept.filter((view) => view[0] !== name), [name, location.search]]); });
+    };
+    show();
+  };
 
   // a page is asked for again and its regions are put in place, unless somebody is choosing or typing there
   let asking = false;
@@ -67,6 +117,7 @@
     tell(document);
     setInterval(() => tell(document), 10000);
     choosing();
+    keep();
     const toggle = document.querySelector("[data-theme-toggle]");
     if (toggle) {
       const say = () => { toggle.textContent = "Theme: " + stored(); };

@@ -1,0 +1,210 @@
+"""The pages of a bad night: what an operator sees first, where it leads, and what is asked before much is changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from html import unescape
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from tests.support.databases import Raw
+from tests.support.demo_data import CONSUMERS, STREAMS, fill
+from tests.ui.conftest import Answer, Browser, Serve
+from tests.ui.test_pages import PAGES, Elements, carried_out
+from txbox import App, Message
+from txbox.store.dialect import as_time
+from txbox.ui import pages
+
+
+@pytest.fixture
+def night(database_url: str, raw: Callable[[str], Raw]) -> Iterator[App]:
+    """Two thousand messages of the demo, once for every database."""
+    fill(raw(database_url), scale=0.001)
+    with App(database_url) as app:
+        for stream in STREAMS:
+            for consumer in stream.consumers:
+                app.handler(stream.topic, consumer=consumer)(handle)
+        yield app
+
+
+@pytest.fixture
+def night_sqlite(sqlite_url: str, raw: Callable[[str], Raw]) -> Iterator[App]:
+    fill(raw(sqlite_url), scale=0.005)
+    with App(sqlite_url) as app:
+        yield app
+
+
+def handle(_message: Message[Any], _tx: Any) -> None: ...
+
+
+def ids(answer: Answer) -> list[str]:
+    """The ids of the messages that a list shows."""
+    assert answer.status == 200, answer.text
+    return [
+        unescape(parse_qs(urlsplit(unescape(address)).query)["message_id"][0])
+        for address in re.findall(r'<th scope="row" class="id"[^>]*><a href="([^"]*)"', answer.text)
+    ]
+
+
+def followed(browser: Browser, path: str) -> Answer:
+    answer = browser.get(path)
+    assert answer.status == 303, answer.text
+    return browser.get(answer.headers["location"])
+
+
+@pytest.mark.every_database
+def test_from_the_overview_to_the_messages_of_a_time(
+    night: App, serve: Serve, raw: Callable[[str], Raw], database_url: str
+) -> None:
+    browser = serve(night)
+    spans = [f"/?last={last}" for last in ("15m", "6h", "7d")]
+    for path in (
+        *PAGES,
+        *spans,
+        "/?last=7d&table=1",
+        "/route?name=rabbitmq",
+        "/route?name=",
+        "/consumer?name=nobody",
+    ):
+        answer = browser.get(path)
+        assert answer.status == 200, path
+        assert not re.search(r"\bNone\b", answer.text), path
+    overview = browser.get("/?last=7d").text
+    # the worst first, each name a link
+    lines = re.findall(r'<li class="notice alert (\w*)">(.*?)</li>', overview, re.DOTALL)
+    assert [kind for kind, _ in lines] == sorted(
+        (kind for kind, _ in lines), key=["bad", "warn", ""].index
+    )
+    assert "ACCESS_REFUSED" in lines[0][1]
+    assert 'href="/workers"' in lines[0][1]
+    assert any("status=dead" in text for _, text in lines)
+    assert overview.count('<figure class="chart">') == 3
+    assert "gdpr-erasure paused by ann" in overview
+    assert "processes with txbox" in overview
+    every = [
+        (consumer, message_id, as_time(at))
+        for consumer, message_id, at in raw(database_url).rows(
+            "SELECT consumer, message_id, received_at FROM txbox_inbox"
+        )
+    ]
+    for page in ("/?last=7d", "/consumer?name=billing&last=7d"):
+        text = browser.get(page).text
+        links = re.findall(r'<a href="(/messages\?since=[^"]*)" tabindex="-1">', text)
+        link = unescape(links[-3])
+        asked = {name: values[0] for name, values in parse_qs(urlsplit(link).query).items()}
+        assert asked.get("consumer") == ("billing" if "billing" in page else None)
+        since, until = (
+            datetime.fromisoformat(asked[name]).replace(tzinfo=UTC) for name in ("since", "until")
+        )
+        expected = [
+            message_id.decode() if isinstance(message_id, bytes) else message_id
+            for consumer, message_id, at in every
+            if at is not None and since <= at < until and (page == "/?last=7d" or consumer in ("billing", b"billing"))
+        ]  # fmt: skip
+        assert sorted(ids(browser.get(link))) == sorted(expected)
+        assert page != "/?last=7d" or expected
+
+
+@pytest.mark.every_database
+def test_the_search_box_takes_an_id_its_beginning_a_key_or_criteria(
+    night: App, serve: Serve, raw: Callable[[str], Raw], database_url: str
+) -> None:
+    browser, view = serve(night), raw(database_url)
+    found = view.value(
+        "SELECT max(message_id) FROM txbox_inbox WHERE status = 'dead' AND error_type = 'KeyError'"
+    )
+    dead = found.decode() if isinstance(found, bytes) else str(found)
+    assert set(ids(followed(browser, f"/messages?q={dead}"))) == {dead}
+    assert dead in ids(followed(browser, f"/messages?q={dead[:-1]}"))
+    criteria = followed(browser, "/messages?q=status:dead+consumer:billing+error:keyerr")
+    assert dead in ids(criteria)
+    assert 'name="where.error_type" value="KeyError"' in criteria.text
+    key = view.value("SELECT max(id) FROM txbox_outbox WHERE status = 'dead'")
+    outgoing = key.decode() if isinstance(key, bytes) else str(key)
+    answer = browser.get(f"/outbox?q={outgoing}")
+    assert answer.status == 303
+    assert answer.headers["location"].startswith("/outgoing?"), "there is one"
+    assert browser.get("/messages?q=customer-1").headers["location"] == "/messages?key=customer-1"
+    for typed, hint in (
+        ("statsu:dead", "did you mean &#39;status&#39;?"),
+        ("status:deda", "did you mean &#39;dead&#39;?"),
+    ):
+        assert hint in browser.get(f"/messages?q={typed}").text
+    assert (
+        "did you mean &#39;billing&#39;?"
+        in browser.get("/messages?consumer=biling&status=dead").text
+    )
+    assert (
+        "did you mean &#39;KeyError&#39;?"
+        in browser.get("/messages?error_type=KeyErorr&status=dead").text
+    )
+    assert browser.get("/messages?since=yesterday").status == 400
+
+
+def test_a_list_begins_with_what_is_looked_for(night_sqlite: App, serve: Serve) -> None:
+    page = serve(night_sqlite).get("/messages?status=dead").text
+    heads = re.findall(r'<th scope="col"[^>]*>([^<]+)</th>', page)
+    assert heads[:3] == ["Id", "Error", "Status"]
+    # what a list says of times needs no script
+    assert re.search(r'<time datetime="[^"]+" title="[^"]+ UTC">\d+[dhms][^<]* ago</time>', page)
+    for consumer in CONSUMERS:
+        assert f'<option value="{consumer}">' in page
+    assert "Retry and discard all matching: every dead message" in page
+
+
+def test_much_is_changed_only_with_a_reason_and_the_typed_number(
+    night_sqlite: App,
+    serve: Serve,
+    raw: Callable[[str], Raw],
+    sqlite_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pages, "_TYPED", 3)
+    browser, view = serve(night_sqlite), raw(sqlite_url)
+    dead = "SELECT count(*) FROM txbox_inbox WHERE status = 'dead'"
+    count = view.value(dead)
+    assert count > 3
+    confirm = browser.post(
+        "/confirm", on="/messages", table="inbox", action="discard all", **{"where.status": "dead"}
+    )
+    assert "Discarding cannot be undone." in confirm.text
+    cells = re.findall(r"<td>billing</td><td>dead</td><td class=\"n\">(\d+)</td>", confirm.text)
+    assert cells == [str(view.value(f"{dead} AND consumer = 'billing'"))]
+    assert "<i>status</i> dead" in confirm.text
+    form = {
+        str(attributes["name"]): attributes["value"]
+        for tag, attributes in Elements(confirm.text).found
+        if tag == "input" and attributes.get("type") == "hidden"
+    }
+    for typed in (
+        {},
+        {"reason": "why not"},
+        {"reason": "why not", "typed": str(count - 1)},
+        {"typed": str(count)},
+    ):
+        assert browser.ask("POST", "/change", {**form, **typed}).status == 400
+    assert view.value(dead) == count
+    assert f"{count} messages discarded." in carried_out(
+        browser, confirm, reason="why not", typed=str(count)
+    )
+    assert view.value(dead) == 0
+
+
+def test_whoever_may_not_see_texts_of_errors_sees_none(night_sqlite: App, serve: Serve) -> None:
+    paths = (
+        "/?last=7d",
+        "/consumer?name=billing",
+        "/consumer?name=audit-trail",
+        "/messages?status=dead",
+        "/failures",
+    )
+    for grants, sees in (((), False), (("change",), False), (("payload",), True)):
+        browser = serve(night_sqlite, grants=grants)
+        texts = [browser.get(path).text for path in paths]
+        assert any("currency" in text for text in texts) is sees
+        # nor is a text found by them: only the type of an error is a criterion
+        assert ids(browser.get("/messages?status=dead&error_type='currency'")) == []
