@@ -156,6 +156,7 @@ class _Shop:
         self._scale, self._pick, self._now = scale, Random(seed), now
         self._events = max(200, round(INBOX * scale / _PER_EVENT))
         self._counted_from = now - timedelta(days=_COUNTED_DAYS)
+        self._folded_before = now - timedelta(hours=6)
         self._counts: dict[tuple[int, str, str], list[int]] = defaultdict(
             lambda: [0] * len(COUNTED)
         )
@@ -233,7 +234,9 @@ class _Shop:
     def _count(self, kind: str, name: str, at: datetime, *what: str, took_s: float | None = None) -> None:  # fmt: skip
         if at < self._counted_from:
             return
-        place = int(at.timestamp()) // 60, kind, name
+        minute = int(at.timestamp()) // 60
+        # as maintenance keeps them
+        place = (minute if at > self._folded_before else minute - minute % 30), kind, name
         for each in what:
             self._counts[place][COUNTED.index(each)] += 1
         if took_s is not None:
