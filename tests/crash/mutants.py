@@ -353,7 +353,7 @@ def _without_fence(statement: Statement) -> Statement:
         return statement
     sql = statement.sql
     for fence in (
-        "AND own.token = :lease::text AND own.status = 'processing'",
+        "AND inbox.token = :lease::text AND inbox.status = 'processing'",
         "AND token = :lease AND status = 'processing'",
     ):
         sql = sql.replace(fence, "")

@@ -381,7 +381,7 @@ def test_rows_committed_during_a_look_keep_their_order(
     queries: Any = shop.app.store.dialect.queries
     assert queries["lease_ordered"].count(" ORDER BY next_attempt_at") == 1
     # the look stops at the second row of `a`: after the first it has its snapshot
-    stops = " AND (own.message_id <> 'm1' OR GET_LOCK(DATABASE(), 600)) ORDER BY next_attempt_at"
+    stops = " AND (inbox.message_id <> 'm1' OR GET_LOCK(DATABASE(), 600)) ORDER BY next_attempt_at"
     stopping = queries["lease_ordered"].replace(" ORDER BY next_attempt_at", stops)
     monkeypatch.setitem(queries, "lease_ordered", stopping)
     with Raw(database_url) as storing, ThreadPoolExecutor(1) as pool:

@@ -222,7 +222,7 @@ def test_mysql_never_ignores_an_error_of_an_insert() -> None:
 RESERVED = """
     accessible add all alter analyze array as asc before between both by call cascade case change check column
     condition continue convert create cross cube cursor database default delayed delete desc describe distinct div
-    drop dual each else empty escape except exists exit explain false fetch first for force foreign from function
+    drop dual due each else empty escape except exists exit explain false fetch first for force foreign from function
     generated get grant group grouping groups having if ignore in index inner inout insert intersect interval into
     is iterate join key keys kill lag last lateral lead leading leave left less like limit linear lines load local
     lock long loop manual match member mod natural next no not null of off offset on open optimize option or order

@@ -1,15 +1,20 @@
--- The statements that all databases read alike. A query or fragment in a database's own file replaces its namesake here.
+-- The statements that all databases read alike. A query or fragment in the file of a database replaces its namesake here.
 -- `:name::type` is a parameter; only PostgreSQL is told the type. `[name x]` inserts a fragment, with x as its parameter.
--- Every database's own file has these fragments:
---   [now], [stable_now], [ago seconds], [in seconds], [age moment], [clock]    the time; a stable one can bound an index scan
+-- The file of each database has these fragments:
+--   [now], [ago seconds], [in seconds], [age moment], [clock]   the time
 --   [instant seconds]            a point in time, of seconds since 1970
---   [text column]                what is stored as bytes, as text
+--   [stable_now], [stable_ago seconds]  the same, where it has to bound an index scan
 --   [time moment]                a point in time, as `as_time` reads it: whatever the session's formats, and beyond Python's
+--   [text column]                what is stored as bytes, as text
+--   [key]                        the column of this name, which is a reserved word on MySQL
 --   [joined column]              an aggregate: the texts of a group with commas between
 --   [in_rows name, type]         is one of `:rows.name`
 --   [same a, b]                  a = b, where NULL equals NULL
+--   [on_conflict table, keys]    the beginning of an upsert's second half; [new column] is the value that was to be inserted
 --   [open]                       the predicate of the partial indexes over open rows, which some planners cannot infer
 --   [by_status]                  the rows of :consumer, by the index that has them by status and arrival
+--   [inbox_read]                 SELECT … FROM: the rows of `:rows.consumer` and `:rows.message_id`, by their key
+--   [inbox_of], [inbox_list], [is_inbox_of]   UPDATE … SET … WHERE: the same rows; and of the quarantine, with :rows.hash
 --   [look]                       SELECT, for a page that somebody waits for
 --   [skip_locked], [for_update]  row locks
 --   [durable]                    an acknowledgement follows: the commit is made durable, whatever the settings
@@ -28,10 +33,19 @@
 
 -- nothing: rehearse_constraints may_set
 
+-- fragment: settled
+-- What a processed row drops.
+error_type = NULL, error = NULL, fingerprint = NULL,
+       content_type = CASE WHEN :keep::boolean THEN content_type END,
+       headers = CASE WHEN :keep::boolean THEN headers END,
+       origin = CASE WHEN :keep::boolean THEN origin END,
+       payload = CASE WHEN :keep::boolean THEN payload END,
+       has_payload = :keep::boolean AND has_payload
+
 -- ---- inbox.py -------------------------------------------------------------------------------------------------------
 
 -- nothing: savepoint release_savepoint rollback_to_savepoint
--- For accept with a timeout: one that passes rolls back nothing but its own statement.
+-- For accept with a timeout: one that passes rolls back its statement and nothing else.
 
 -- name: return_payload
 -- A redelivery restores the missing payload of an unfinished row; from then on the table owns it.
@@ -41,6 +55,22 @@ UPDATE txbox_inbox
        next_attempt_at = coalesce(next_attempt_at, [now]), updated_at = [now]
  WHERE consumer = :consumer::text AND message_id = :message_id::text
    AND status IN ('pending', 'failed') AND NOT has_payload
+[durable]
+
+-- fragment: anew column
+[column] = CASE WHEN txbox_quarantine.message_id = '' THEN [new [column]] ELSE txbox_quarantine.[column] END
+
+-- name: quarantine
+-- The same message again only increments the counter. Without an id an equal one may be another message: it takes the
+-- row anew, so that it is not lost where somebody has already decided on the one before.
+INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, topic, type, [key],
+                              content_type, headers, origin, payload, key_id, kept_bytes)
+VALUES (:consumer::text, :message_id::text, :hash::bytea, :reason::text, :topic::text, :type::text, :key::text,
+        :content_type::text, :headers::text, :origin::text, :payload::bytea, :key_id::text,
+        coalesce(length(:payload::bytea), 0))
+[on_conflict txbox_quarantine, consumer, message_id, hash]
+       seen = txbox_quarantine.seen + 1, updated_at = [stable_now],
+       [anew status], [anew headers], [anew payload], [anew kept_bytes], [anew key_id]
 [durable]
 
 -- name: record_attempt
@@ -62,13 +92,12 @@ SELECT result FROM txbox_inbox WHERE consumer = :consumer::text AND message_id =
 
 -- ---- inbox.py: failures ---------------------------------------------------------------------------------------------
 
--- fragment: failing
-status = CASE WHEN :final::boolean OR attempts + 1 >= :max_attempts::integer OR received_at < [ago :max_age_s]
-                     THEN 'dead' ELSE 'failed' END,
-       attempts = attempts + 1, next_attempt_at = [in :delay_s], [failed]
+-- fragment: final = :final::boolean OR attempts + 1 >= :max_attempts::integer OR received_at < [ago :max_age_s]
 
--- fragment: failed
-lease_until = NULL, token = NULL, updated_at = [now],
+-- fragment: failing
+-- MySQL assigns from left to right, so attempts comes behind what is computed from it.
+next_attempt_at = [retry_at [final]], status = CASE WHEN [final] THEN 'dead' ELSE 'failed' END,
+       attempts = attempts + 1, lease_until = NULL, token = NULL, updated_at = [now],
        error_type = :error_type::text, error = :error::text, fingerprint = :fingerprint::text
 
 -- fragment: content
@@ -97,22 +126,22 @@ UPDATE txbox_inbox
 
 -- name: record_insert
 -- Somebody else's row is left alone; then nothing is written.
-INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, key, sequence, payload_hash, attempts,
+INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, [key], sequence, payload_hash, attempts,
                          next_attempt_at, error_type, error, fingerprint,
                          content_type, headers, origin, payload, has_payload, key_id)
 VALUES (:consumer::text, :message_id::text,
         CASE WHEN :final::boolean OR 1 >= :max_attempts::integer THEN 'dead' ELSE 'failed' END,
         :topic::text, :type::text, :key::text, :sequence::bigint, :payload_hash::bytea, 1,
-        [in :delay_s], :error_type::text, :error::text, :fingerprint::text,
+        [retry_at :final::boolean OR 1 >= :max_attempts::integer], :error_type::text, :error::text, :fingerprint::text,
         :content_type::text, :headers::text, :origin::text, :payload::bytea, :has_payload::boolean, :key_id::text)
 [unless_there]
 [parked]
 
 -- ---- leases.py ------------------------------------------------------------------------------------------------------
 
--- fragment: message
-message_id, topic, type, key, sequence, [time received_at], payload_hash, attempts, starts, content_type, headers,
-       origin, payload, has_payload, key_id, arrival
+-- fragment: message starts
+[text message_id], [text topic], [text type], [text [key]], sequence, [time received_at], payload_hash, attempts,
+       [starts], content_type, headers, origin, payload, has_payload, key_id, arrival
 
 -- name: release
 -- Fenced. Takes the start back, because the message is not to blame for how the run ended.
@@ -151,6 +180,11 @@ SELECT (SELECT last FROM txbox_sequence
 UPDATE txbox_inbox SET next_attempt_at = CASE WHEN received_at < [now] THEN received_at ELSE [now] END
  WHERE consumer = :consumer::text AND txbox_inbox.key = :key::text AND [open] status = 'pending'
    AND sequence = :sequence::bigint + 1
+
+-- name: sequence_done
+-- Never goes back: a late version leaves the higher one in place.
+INSERT INTO txbox_sequence (consumer, [key], last) VALUES (:consumer::text, :key::text, :sequence::bigint)
+[on_conflict txbox_sequence, consumer, key] last = [greatest](txbox_sequence.last, [new last]), updated_at = [now]
 
 -- ---- jobs.py --------------------------------------------------------------------------------------------------------
 
@@ -210,7 +244,7 @@ SELECT count(*) FROM txbox_quarantine
  WHERE [decided]
 
 -- name: quarantine_bytes
-SELECT coalesce(sum(kept_bytes), 0)::bigint FROM txbox_quarantine WHERE kept_bytes > 0
+SELECT coalesce(sum(kept_bytes), 0) FROM txbox_quarantine WHERE kept_bytes > 0
 
 -- name: quarantine_oldest
 SELECT [text consumer], [text message_id], hash, kept_bytes FROM txbox_quarantine
@@ -218,6 +252,11 @@ SELECT [text consumer], [text message_id], hash, kept_bytes FROM txbox_quarantin
  ORDER BY received_at
  LIMIT :limit::integer
 [skip_locked]
+
+-- name: drop_quarantined
+UPDATE [quarantine_of] SET payload = NULL, kept_bytes = 0
+ [quarantine_list]
+ WHERE [is_quarantine_of]
 
 -- fragment: leased_rows
 SELECT 1 FROM txbox_inbox
@@ -229,27 +268,27 @@ SELECT 1 FROM txbox_inbox
 SELECT CASE WHEN EXISTS (SELECT 1 FROM [inbox_by_due] WHERE [is_due starts = 0])
               OR EXISTS (SELECT 1 FROM [inbox_by_due] WHERE [is_due starts > 0])
               OR EXISTS ([leased_rows])
-              OR EXISTS (SELECT 1 FROM txbox_inbox AS own
-                          WHERE own.consumer = :consumer::text AND own.status <> 'processed' AND own.status = 'pending'
-                            AND own.next_attempt_at <= [in 3]
+              OR EXISTS (SELECT 1 FROM txbox_inbox AS inbox
+                          WHERE inbox.consumer = :consumer::text AND inbox.status <> 'processed'
+                            AND inbox.status = 'pending' AND inbox.next_attempt_at <= [in 3]
                             AND EXISTS (SELECT 1 FROM txbox_sequence AS done
-                                         WHERE done.consumer = own.consumer AND done.key = own.key
-                                           AND own.sequence = done.last + 1))
+                                         WHERE done.consumer = inbox.consumer AND done.key = inbox.key
+                                           AND inbox.sequence = done.last + 1))
             THEN 1 ELSE 0 END
 
 -- fragment: is_head
 NOT EXISTS (SELECT 1 FROM txbox_inbox AS earlier
-                                           WHERE earlier.consumer = own.consumer AND earlier.key = own.key
-                                             AND earlier.arrival < own.arrival AND earlier.status <> 'processed'
+                                           WHERE earlier.consumer = inbox.consumer AND earlier.key = inbox.key
+                                             AND earlier.arrival < inbox.arrival AND earlier.status <> 'processed'
                                              AND (earlier.status IN ('pending', 'failed', 'processing')
                                                   OR (:dead_blocks::boolean AND earlier.status = 'dead')))
 
 -- name: work_left_ordered
 -- work_left for ordered consumers: rows that wait for a dead row, or for one not yet due, do not count.
-SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS own
-                          WHERE own.consumer = :consumer::text AND own.status <> 'processed'
-                            AND own.status IN ('pending', 'failed')
-                            AND own.has_payload AND own.next_attempt_at <= [now]
+SELECT CASE WHEN EXISTS (SELECT 1 FROM txbox_inbox AS inbox
+                          WHERE inbox.consumer = :consumer::text AND inbox.status <> 'processed'
+                            AND inbox.status IN ('pending', 'failed')
+                            AND inbox.has_payload AND inbox.next_attempt_at <= [now]
                             AND [is_head])
               OR EXISTS ([leased_rows])
             THEN 1 ELSE 0 END
@@ -277,17 +316,16 @@ SELECT version, compatible_from FROM txbox_schema ORDER BY version DESC LIMIT 1
 -- ---- admin/look.py, admin/changes.py, admin/replay.py ---------------------------------------------------------------
 
 -- name: status
-SELECT [text own.consumer], own.status, count(*)
-  FROM txbox_inbox AS own GROUP BY own.consumer, own.status ORDER BY own.consumer, own.status
+SELECT [text consumer], status, count(*) FROM txbox_inbox GROUP BY consumer, status ORDER BY consumer, status
 
 -- name: oldest_unfinished
-SELECT [text own.consumer], [age min(own.received_at)]
-  FROM txbox_inbox AS own WHERE [open] status IN ('pending', 'processing', 'failed')
- GROUP BY own.consumer ORDER BY own.consumer
+SELECT [text consumer], [age min(received_at)]
+  FROM txbox_inbox WHERE [open] status IN ('pending', 'processing', 'failed')
+ GROUP BY consumer ORDER BY consumer
 
 -- name: quarantine_status
-SELECT [text own.consumer], count(*)
-  FROM txbox_quarantine AS own WHERE own.status = 'quarantined' GROUP BY own.consumer ORDER BY own.consumer
+SELECT [text consumer], count(*)
+  FROM txbox_quarantine WHERE status = 'quarantined' GROUP BY consumer ORDER BY consumer
 
 -- fragment: state
 -- The state shown to people.
@@ -295,13 +333,13 @@ CASE WHEN status <> 'pending' THEN status WHEN available_at <= [stable_now] THEN
                     WHEN token IS NOT NULL THEN 'leased' WHEN attempts > 0 THEN 'failed' ELSE 'delayed' END
 
 -- name: outbox_status
-SELECT own.topic, own.route, own.state, count(*), [age min(own.staged_at)]
-  FROM (SELECT topic, route, staged_at, [state] AS state FROM txbox_outbox) AS own
- GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
+SELECT [text outbox.topic], [text outbox.route], outbox.state, count(*), [age min(outbox.staged_at)]
+  FROM (SELECT topic, route, staged_at, [state] AS state FROM txbox_outbox) AS outbox
+ GROUP BY outbox.topic, outbox.route, outbox.state ORDER BY outbox.topic, outbox.route, outbox.state
 
 -- fragment: some status
 (SELECT count(*) FROM (SELECT 1 FROM [by_status] AND status <> 'processed' AND status = [status]
-                               LIMIT :most::integer) AS own)
+                               LIMIT :most::integer) AS counted)
 
 -- fragment: oldest status
 (SELECT [age received_at] FROM [by_status] AND status <> 'processed' AND status = [status]
@@ -314,8 +352,8 @@ SELECT own.topic, own.route, own.state, count(*), [age min(own.staged_at)]
        [some 'failed'],
        [some 'dead'],
        [some 'discarded'],
-       (SELECT count(*) FROM (SELECT 1 FROM txbox_quarantine
-                               WHERE consumer = :consumer::text AND status = 'quarantined' LIMIT :most::integer) AS own),
+       (SELECT count(*) FROM (SELECT 1 FROM txbox_quarantine WHERE consumer = :consumer::text AND status = 'quarantined'
+                               LIMIT :most::integer) AS counted),
        [oldest 'pending'],
        [oldest 'processing'],
        [oldest 'failed']
@@ -326,11 +364,11 @@ SELECT * FROM (SELECT topic, route, staged_at, [state] AS state
 
 -- name: outbox_open
 -- As outbox_status, of what has not left: counted up to a limit, and not more than that is read.
-SELECT own.topic, own.route, own.state, count(*), [age min(own.staged_at)]
+SELECT outbox.topic, outbox.route, outbox.state, count(*), [age min(outbox.staged_at)]
   FROM ([unsent status = 'pending', route, available_at, number] AS waiting
         UNION ALL
-        [unsent status <> 'pending' AND status = 'dead', number] AS ended) AS own
- GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
+        [unsent status <> 'pending' AND status = 'dead', number] AS ended) AS outbox
+ GROUP BY outbox.topic, outbox.route, outbox.state ORDER BY outbox.topic, outbox.route, outbox.state
 
 -- nothing: bound_look
 
@@ -359,8 +397,7 @@ SELECT consumer FROM aside WHERE consumer IS NOT NULL
 
 -- For each table: a page, a whole row, how many rows a change affects, one batch of them, and the changes.
 
--- fragment: is column
-(:[column]::text IS NULL OR [column] = :[column]::text)
+-- fragment: is column = (:[column]::text IS NULL OR [column] = :[column]::text)
 
 -- fragment: within moment id
 -- Of which time, and how the id begins.
@@ -415,13 +452,13 @@ SELECT consumer FROM aside WHERE consumer IS NOT NULL
 
 -- name: failure_groups
 -- The newest failures of one consumer and status, as many as are looked at, by what they have in common.
-[look] own.fingerprint, own.error_type, count(*), [time min(own.received_at)],
-       [time max(own.updated_at)], [text min(own.message_id)]
+[look] newest.fingerprint, newest.error_type, count(*), [time min(newest.received_at)],
+       [time max(newest.updated_at)], [text min(newest.message_id)]
   FROM (SELECT fingerprint, error_type, received_at, updated_at, message_id
           FROM [by_status] AND status <> 'processed' AND status = :status::text
          ORDER BY arrival DESC
-         LIMIT :most::integer) AS own
- GROUP BY own.fingerprint, own.error_type
+         LIMIT :most::integer) AS newest
+ GROUP BY newest.fingerprint, newest.error_type
 
 -- name: inbox_show
 SELECT [inbox_row],
@@ -456,12 +493,47 @@ SELECT [text consumer], [text message_id], arrival, error_type
  LIMIT :limit::integer
 [skip_locked]
 
+-- name: inbox_states
+-- What became of messages that were retried.
+SELECT [text inbox.consumer], [text inbox.message_id], inbox.status, inbox.attempts, inbox.fingerprint
+  FROM [inbox_read]
+
+-- name: inbox_retry
+-- Grants a full new budget of attempts; the history stays in txbox_attempt.
+UPDATE [inbox_of]
+   SET status = 'failed', attempts = 0, starts = 0, next_attempt_at = [now], updated_at = [now],
+       lease_until = NULL, token = NULL
+ [inbox_list]
+ WHERE [is_inbox_of] AND status IN ('dead', 'failed')
+
+-- name: inbox_discard
+UPDATE [inbox_of]
+   SET status = 'discarded', processed_at = [now], updated_at = [now], next_attempt_at = NULL,
+       lease_until = NULL, token = NULL
+ [inbox_list]
+ WHERE [is_inbox_of] AND status IN ('dead', 'failed', 'pending')
+
 -- name: edit_lock
 -- One message that may be edited, as replay_read.
-SELECT [message]
+SELECT [message starts]
   FROM txbox_inbox
  WHERE consumer = :consumer::text AND message_id = :message_id::text AND status IN ('dead', 'failed') AND has_payload
 [skip_locked]
+
+-- fragment: unless_quarantined column value
+[column] = CASE WHEN txbox_quarantine.status = 'quarantined' THEN txbox_quarantine.[column] ELSE [value] END
+
+-- name: edit_set_aside
+-- What stands in the row stays readable in the quarantine, under the hash of its payload. Its bytes do not count
+-- there: an operator put it there, and it is kept as long as its message.
+INSERT INTO txbox_quarantine (consumer, message_id, hash, status, reason, topic, type, [key],
+                              content_type, headers, origin, payload, key_id)
+SELECT inbox.consumer, inbox.message_id, :hash::bytea, 'replaced', :reason::text, inbox.topic, inbox.type, inbox.key,
+       inbox.content_type, :headers::text, inbox.origin, :payload::bytea, :key_id::text
+  FROM txbox_inbox AS inbox WHERE inbox.consumer = :consumer::text AND inbox.message_id = :message_id::text
+[on_conflict txbox_quarantine, consumer, message_id, hash]
+       [unless_quarantined reason, [new reason]], [unless_quarantined status, 'replaced'],
+       headers = [new headers], payload = [new payload], key_id = [new key_id], updated_at = [now]
 
 -- name: edit_write
 -- As inbox_retry, with other content. The hash stays that of what came: a copy of it is a duplicate.
@@ -473,7 +545,7 @@ UPDATE txbox_inbox
 
 -- name: replay_read
 -- In arrival order; for replaying as another consumer, or replaying a processed row.
-SELECT [message]
+SELECT [message starts]
   FROM txbox_inbox
  WHERE consumer = :consumer::text AND has_payload AND arrival > :after::bigint
    AND [is message_id]
@@ -485,13 +557,13 @@ SELECT [message]
  LIMIT :limit::integer
 
 -- fragment: outbox_row
-[text own.id], own.number, own.state, [text own.topic], [text own.route], [text own.type], [text own.key], own.attempts,
-       [time own.staged_at],
-       CASE WHEN own.state IN ('delayed', 'failed') THEN [time own.available_at] END,
-       CASE WHEN own.state = 'leased' THEN [time own.available_at] END,
-       [time own.sent_at], [text own.cause_consumer], [text own.cause_id], own.error_type, own.error,
-       CASE WHEN own.key IS NOT NULL AND own.status = 'pending' THEN [before_it] END,
-       own.key_id
+[text outbox.id], outbox.number, outbox.state, [text outbox.topic], [text outbox.route], [text outbox.type],
+       [text outbox.key], outbox.attempts, [time outbox.staged_at],
+       CASE WHEN outbox.state IN ('delayed', 'failed') THEN [time outbox.available_at] END,
+       CASE WHEN outbox.state = 'leased' THEN [time outbox.available_at] END,
+       [time outbox.sent_at], [text outbox.cause_consumer], [text outbox.cause_id], outbox.error_type, outbox.error,
+       CASE WHEN outbox.key IS NOT NULL AND outbox.status = 'pending' THEN [before_it] END,
+       outbox.key_id
 
 -- fragment: listed order condition
 (SELECT id, number, status, topic, type, txbox_outbox.key, attempts, staged_at, available_at, sent_at, cause_consumer,
@@ -500,8 +572,8 @@ SELECT [message]
          WHERE [condition] AND number < :before::bigint
            AND [outbox_filter]
          ORDER BY [order]
-         LIMIT :limit::integer) AS own
- ORDER BY own.[order]
+         LIMIT :limit::integer) AS outbox
+ ORDER BY outbox.[order]
 
 -- fragment: outbox_filter
 [is topic]
@@ -532,19 +604,19 @@ SELECT [message]
   FROM [listed number DESC, id = :message_id::text AND (:status::text IS NULL OR [state] = :status::text)]
 
 -- name: outbox_show
-SELECT [outbox_row], own.content_type, own.headers, own.payload
+SELECT [outbox_row], outbox.content_type, outbox.headers, outbox.payload
   FROM (SELECT found.*, [state] AS state
-          FROM txbox_outbox AS found WHERE id = :message_id::text) AS own
+          FROM txbox_outbox AS found WHERE id = :message_id::text) AS outbox
 
 -- name: outbox_count
-SELECT own.state, NULL, count(*), 0
+SELECT outbox.state, NULL, count(*), 0
   FROM (SELECT [state] AS state
           FROM txbox_outbox
          WHERE (:message_id::text IS NULL OR id = :message_id::text)
            AND status IN ('pending', 'dead')
-           AND [outbox_filter]) AS own
- WHERE own.state [in_rows status, text]
- GROUP BY own.state
+           AND [outbox_filter]) AS outbox
+ WHERE outbox.state [in_rows status, text]
+ GROUP BY outbox.state
 
 -- name: outbox_select
 -- inbox_select for the outbox, of several statuses: a row may go from one to another meanwhile. Rows that a relay is
@@ -559,12 +631,9 @@ SELECT [text id], number, error_type FROM txbox_outbox
  LIMIT :limit::integer
 [skip_locked]
 
--- fragment: outgoing_of list
 -- The outbox, of which [is_of list] are the rows of a list of ids.
-txbox_outbox
-
--- fragment: is_of list
-id [in_rows [list], text]
+-- fragment: outgoing_of list = txbox_outbox
+-- fragment: is_of list = id [in_rows [list], text]
 
 -- name: outbox_retry
 -- Grants a full new budget. available_at is set back to when it was staged, so that the row precedes the later rows of
@@ -584,8 +653,7 @@ UPDATE [outgoing_of message_id] SET status = 'pending', route = :to::text, token
        available_at = CASE WHEN attempts > 0 THEN staged_at ELSE available_at END, attempts = 0
  WHERE [is_of message_id] AND status IN ('pending', 'dead')
 
--- fragment: hash_begins
-(:hash::text IS NULL OR substr([hex hash], 1, length(:hash::text)) = lower(:hash::text))
+-- fragment: hash_begins = (:hash::text IS NULL OR substr([hex hash], 1, length(:hash::text)) = lower(:hash::text))
 
 -- fragment: quarantine_named
 [is consumer]
@@ -602,8 +670,7 @@ UPDATE [outgoing_of message_id] SET status = 'pending', route = :to::text, token
 [text consumer], [text message_id], hash, status, reason, [text topic], [text type], [text txbox_quarantine.key],
        seen, [time received_at], [time updated_at], kept_bytes, key_id
 
--- fragment: quarantine_row
-[quarantine_page], content_type, headers, payload, origin
+-- fragment: quarantine_row = [quarantine_page], content_type, headers, payload, origin
 
 -- name: quarantine_list
 -- Keyset pages, newest first. Rows have no number for their order of arrival, so the row itself is the page mark.
@@ -614,9 +681,9 @@ UPDATE [outgoing_of message_id] SET status = 'pending', route = :to::text, token
    AND [quarantine_filter]
    AND (:mark_hash::bytea IS NULL
         OR (received_at, hash, consumer, message_id)
-           < (SELECT own.received_at, own.hash, own.consumer, own.message_id FROM txbox_quarantine AS own
-               WHERE own.consumer = :mark_consumer::text AND own.message_id = :mark_id::text
-                 AND own.hash = :mark_hash::bytea))
+           < (SELECT mark.received_at, mark.hash, mark.consumer, mark.message_id FROM txbox_quarantine AS mark
+               WHERE mark.consumer = :mark_consumer::text AND mark.message_id = :mark_id::text
+                 AND mark.hash = :mark_hash::bytea))
  ORDER BY received_at DESC, hash DESC, consumer DESC, message_id DESC
  LIMIT :limit::integer
 
@@ -644,9 +711,9 @@ SELECT [text consumer], [text message_id], hash, NULL, NULL FROM txbox_quarantin
    AND [quarantine_filter]
    AND (:mark_hash::bytea IS NULL
         OR (received_at, hash, message_id)
-           > (SELECT own.received_at, own.hash, own.message_id FROM txbox_quarantine AS own
-               WHERE own.consumer = :consumer::text AND own.message_id = :mark_id::text
-                 AND own.hash = :mark_hash::bytea))
+           > (SELECT mark.received_at, mark.hash, mark.message_id FROM txbox_quarantine AS mark
+               WHERE mark.consumer = :consumer::text AND mark.message_id = :mark_id::text
+                 AND mark.hash = :mark_hash::bytea))
  ORDER BY received_at, hash, message_id
  LIMIT :limit::integer
 [for_update]
@@ -656,6 +723,13 @@ SELECT [quarantine_row]
   FROM txbox_quarantine
  WHERE consumer = :consumer::text AND message_id = :message_id::text AND hash = :hash::bytea AND status = 'quarantined'
 [for_update]
+
+-- name: quarantine_end
+-- Once decided, the content is no longer needed and is dropped; the row stays for its retention time.
+UPDATE [quarantine_of]
+   SET status = :status::text, payload = NULL, kept_bytes = 0, headers = NULL, updated_at = [now]
+ [quarantine_list]
+ WHERE [is_quarantine_of] AND status = 'quarantined'
 
 -- name: audit_list
 -- Keyset pages, newest first.
@@ -707,8 +781,7 @@ VALUES (:actor::text, :action::text, :filter::text, :affected::bigint, :reason::
 -- Of each table: a stretch of rows in the order of its key, with what tells under which key they are; the texts of one
 -- row, unless somebody has leased or locked it; and those that replace them.
 
--- fragment: begins column
-substr([column], 1, :length::integer)
+-- fragment: begins column = substr([column], 1, :length::integer)
 
 -- name: encrypt_inbox
 SELECT [text consumer], [text message_id], key_id, payload IS NOT NULL, [begins headers], [begins error], [begins result]
@@ -778,18 +851,37 @@ UPDATE txbox_outbox
  WHERE id = :message_id::text
 
 -- ---- admin/doctor ---------------------------------------------------------------------------------------------------
--- None of these reads a table through: names are found by jumps in an index, and rows are counted up to a limit.
+-- No full scans: names come from index skip scans, and rows are counted up to a limit.
 
 -- name: doctor_clock
 SELECT [clock]
 
 -- nothing: doctor_backend doctor_functions doctor_storage doctor_standbys
 
+-- name: doctor_consumers
+-- Consumers with rows in a status, by skip scan: one probe of the index for each of them, however many rows they have.
+WITH RECURSIVE found(status, consumer) AS (
+    SELECT unfinished.column1,
+           (SELECT inbox.consumer FROM txbox_inbox AS inbox
+             WHERE inbox.status <> 'processed' AND inbox.status = unfinished.column1
+             ORDER BY inbox.consumer [by_posix] LIMIT 1)
+      FROM (VALUES ('pending'), ('failed'), ('processing'), ('dead')) AS unfinished
+     UNION ALL
+    SELECT last.status,
+           (SELECT inbox.consumer FROM txbox_inbox AS inbox
+             WHERE inbox.status <> 'processed' AND inbox.status = last.status
+               AND inbox.consumer > last.consumer [by_posix]
+             ORDER BY inbox.consumer [by_posix] LIMIT 1)
+      FROM found AS last WHERE last.consumer IS NOT NULL
+)
+SELECT status, consumer FROM found WHERE consumer IS NOT NULL LIMIT :limit::integer
+
 -- name: doctor_messages
 -- Of a consumer and status: the age of the oldest, how many of the oldest have lost their lease, and how many there are
--- of all, up to a limit, and the age of the newest. Each row that is looked at may be a page of its own; the count needs
+-- of all, up to a limit, and the age of the newest. Each row that is looked at may be on another page; the count needs
 -- the index alone.
-SELECT [age min(own.received_at)], count(CASE WHEN own.expired THEN 1 END), count(CASE WHEN own.endless THEN 1 END),
+SELECT [age min(oldest.received_at)], count(CASE WHEN oldest.expired THEN 1 END),
+       count(CASE WHEN oldest.endless THEN 1 END),
        (SELECT count(*) FROM (SELECT 1 FROM [by_status] AND [open] status = :status::text
                                LIMIT :counted::integer) AS alike),
        (SELECT [age received_at] FROM [by_status] AND [open] status = :status::text ORDER BY arrival DESC LIMIT 1)
@@ -797,7 +889,7 @@ SELECT [age min(own.received_at)], count(CASE WHEN own.expired THEN 1 END), coun
                status = 'processing' AND (lease_until IS NULL OR lease_until < [ago :late_s]) AS expired,
                status <> 'dead' AND status <> 'processing' AND has_payload AND next_attempt_at IS NULL AS endless
           FROM [by_status] AND [open] status = :status::text
-         ORDER BY arrival LIMIT :limit::integer) AS own
+         ORDER BY arrival LIMIT :limit::integer) AS oldest
 
 -- fragment: late starts
 SELECT message_id, status, topic, type, next_attempt_at FROM [inbox_by_due]
@@ -806,52 +898,53 @@ SELECT message_id, status, topic, type, next_attempt_at FROM [inbox_by_due]
 
 -- name: doctor_late
 -- Those of a consumer that have been due for longest, if for so long.
-SELECT [text own.message_id], own.status, [text own.topic], [text own.type], [age own.next_attempt_at]
+SELECT [text late.message_id], late.status, [text late.topic], [text late.type], [age late.next_attempt_at]
   FROM (SELECT * FROM ([late starts = 0]) AS once
          UNION ALL
-        SELECT * FROM ([late starts > 0]) AS again) AS own
+        SELECT * FROM ([late starts > 0]) AS again) AS late
 
 -- name: doctor_outgoing
 -- Of those of a route that have been due for longest, if for so long: how many, for how long, and how many of them wait
 -- for no other one of their key.
 SELECT [text late.topic], [text late.type], [text late.cause_consumer], count(*), [age min(late.available_at)],
        sum(late.foremost)
-  FROM (SELECT own.topic, own.type, own.cause_consumer, own.available_at,
-               CASE WHEN own.key IS NULL OR [before_it] IS NULL THEN 1 ELSE 0 END AS foremost
+  FROM (SELECT outbox.topic, outbox.type, outbox.cause_consumer, outbox.available_at,
+               CASE WHEN outbox.key IS NULL OR [before_it] IS NULL THEN 1 ELSE 0 END AS foremost
           FROM (SELECT topic, type, cause_consumer, available_at, route, txbox_outbox.key, number
                   FROM [outbox_by_due] WHERE status = 'pending' AND route = :route::text
                    AND available_at < [stable_ago :late_s]
-                 ORDER BY available_at, number LIMIT :limit::integer) AS own) AS late
+                 ORDER BY available_at, number LIMIT :limit::integer) AS outbox) AS late
  GROUP BY late.topic, late.type, late.cause_consumer
 
 -- name: doctor_routes
--- Routes with rows that wait, by a jump in the index for each of them.
+-- Routes with rows that wait, by skip scan.
 WITH RECURSIVE found(route) AS (
-    SELECT (SELECT min(own.route) FROM txbox_outbox AS own WHERE own.status = 'pending')
+    SELECT min(route) FROM txbox_outbox WHERE status = 'pending'
      UNION ALL
-    SELECT (SELECT min(own.route) FROM txbox_outbox AS own WHERE own.status = 'pending' AND own.route > last.route)
+    SELECT (SELECT min(later.route) FROM txbox_outbox AS later
+             WHERE later.status = 'pending' AND later.route > last.route)
       FROM found AS last WHERE last.route IS NOT NULL
 )
 SELECT route FROM found WHERE route IS NOT NULL LIMIT :limit::integer
 
 -- name: doctor_outgoing_dead
-SELECT count(*), [age min(own.staged_at)]
+SELECT count(*), [age min(oldest.staged_at)]
   FROM (SELECT staged_at FROM txbox_outbox WHERE status <> 'pending' AND status = 'dead'
-         ORDER BY number LIMIT :limit::integer) AS own
+         ORDER BY number LIMIT :limit::integer) AS oldest
 
 -- name: doctor_quarantined
-SELECT count(*), [age min(own.received_at)], [age max(own.received_at)]
+SELECT count(*), [age min(oldest.received_at)], [age max(oldest.received_at)]
   FROM (SELECT received_at FROM txbox_quarantine
-         WHERE consumer = :consumer::text AND status = 'quarantined' LIMIT :limit::integer) AS own
+         WHERE consumer = :consumer::text AND status = 'quarantined' LIMIT :limit::integer) AS oldest
 
 -- name: doctor_keys
 -- Under which keys the payloads of a consumer are; of rows in order of arrival, up to a limit.
-SELECT key_id, count(*) FROM (SELECT key_id FROM [kept_rows] LIMIT :limit::integer) AS own GROUP BY key_id
+SELECT key_id, count(*) FROM (SELECT key_id FROM [kept_rows] LIMIT :limit::integer) AS kept GROUP BY key_id
 
 -- fragment: keys_of table order
 SELECT '[table]', key_id, count(*)
-  FROM (SELECT key_id, payload IS NULL AS bare FROM txbox_[table] ORDER BY [order] LIMIT :limit::integer) AS own
- WHERE NOT own.bare GROUP BY key_id
+  FROM (SELECT key_id, payload IS NULL AS bare FROM txbox_[table] ORDER BY [order] LIMIT :limit::integer) AS listed
+ WHERE NOT listed.bare GROUP BY key_id
 
 -- name: doctor_keys_beside
 -- The same of the other tables.
@@ -865,7 +958,7 @@ SELECT 'ran', [age updated_at] FROM txbox_job WHERE name = 'prune'
  UNION ALL
 SELECT 'tables', [age min(applied_at)] FROM txbox_schema
  UNION ALL
-SELECT 'rows', count(*)::double precision FROM (SELECT 1 FROM txbox_inbox LIMIT 1) AS own
+SELECT 'rows', count(*)::double precision FROM (SELECT 1 FROM txbox_inbox LIMIT 1) AS present
 
 -- ---- admin/found.py -------------------------------------------------------------------------------------------------
 
@@ -887,6 +980,11 @@ SELECT consumer FROM known WHERE consumer IS NOT NULL LIMIT :limit::integer
 -- name: explain_aside
 [consumers_of txbox_quarantine]
 
+-- name: explain_inbox
+-- Which of these keys there are.
+SELECT [text inbox.consumer], [text inbox.message_id], inbox.status, [text inbox.topic]
+  FROM [inbox_read]
+
 -- name: explain_outbox
 -- Which of these outgoing messages there are.
 SELECT [text id], [state], [text topic] FROM txbox_outbox WHERE id [in_rows message_id, text]
@@ -904,7 +1002,7 @@ SELECT [quarantine_row]
 
 -- name: waits_order
 -- For rows that have not run: the first row of their key that they wait for.
-SELECT [text own.message_id], [text head.message_id], head.status, [time head.next_attempt_at]
+SELECT [text waiting.message_id], [text head.message_id], head.status, [time head.next_attempt_at]
   FROM (SELECT behind.message_id,
                (SELECT earlier.message_id FROM txbox_inbox AS earlier
                  WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
@@ -914,13 +1012,13 @@ SELECT [text own.message_id], [text head.message_id], head.status, [time head.ne
                  ORDER BY earlier.arrival LIMIT 1) AS head_id
           FROM txbox_inbox AS behind
          WHERE behind.consumer = :consumer::text AND behind.message_id [in_rows message_id, text]
-           AND behind.status IN ('pending', 'failed')) AS own
-  JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = own.head_id
+           AND behind.status IN ('pending', 'failed')) AS waiting
+  JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = waiting.head_id
 
 -- name: waits_version
 -- For rows that have not run: their version, the one processed last, and the lowest one they wait for.
-SELECT [text own.message_id], own.sequence, own.last, [text head.message_id], head.status, [time head.next_attempt_at],
-       head.sequence
+SELECT [text waiting.message_id], waiting.sequence, waiting.last, [text head.message_id], head.status,
+       [time head.next_attempt_at], head.sequence
   FROM (SELECT behind.message_id, behind.sequence, done.last,
                (SELECT earlier.message_id FROM txbox_inbox AS earlier
                  WHERE earlier.consumer = behind.consumer AND earlier.key = behind.key
@@ -931,13 +1029,22 @@ SELECT [text own.message_id], own.sequence, own.last, [text head.message_id], he
           FROM txbox_inbox AS behind
           LEFT JOIN txbox_sequence AS done ON done.consumer = behind.consumer AND done.key = behind.key
          WHERE behind.consumer = :consumer::text AND behind.message_id [in_rows message_id, text]
-           AND behind.status IN ('pending', 'failed') AND behind.sequence IS NOT NULL) AS own
-  LEFT JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = own.head_id
+           AND behind.status IN ('pending', 'failed') AND behind.sequence IS NOT NULL) AS waiting
+  LEFT JOIN txbox_inbox AS head ON head.consumer = :consumer::text AND head.message_id = waiting.head_id
 
 -- ---- outbox.py ------------------------------------------------------------------------------------------------------
 
 -- nothing: stage_notify stage_single stage_notify_single accept_single store_single
 -- One row travels as its values wherever a statement repeats its text for each.
+
+-- name: stage
+-- Many messages in one statement, in the caller's transaction; `number` is the order of insertion.
+-- A repeated run with the same cause stages the same ids, and changes nothing.
+INSERT INTO txbox_outbox (id, topic, type, [key], content_type, headers, payload, key_id, cause_consumer, cause_id,
+                          available_at, route)
+VALUES {(:rows.id, :rows.topic, :rows.type, :rows.key, :rows.content_type, :rows.headers, :rows.payload, :key_id,
+         :rows.cause_consumer, :rows.cause_id, [in :rows.delay_s], :rows.route)}
+[unless_staged]
 
 -- name: relay_page
 -- What may be due on one route, or was staged without one, oldest first, from where the last look ended. Takes no
@@ -949,8 +1056,19 @@ SELECT id, number, topic, key, [time available_at], payload_bytes, type
  ORDER BY available_at, number
  LIMIT :limit::integer
 
+-- name: relay_heads
+-- For each key and type, the first row that must not be overtaken, and how many there are up to :last. A row staged
+-- with a delay counts once the delay is over. Any other counts even if it is not due yet by this transaction's clock,
+-- which stopped when the transaction began.
+SELECT [text topic], [text txbox_outbox.key], [text type], min(number), count(*)
+  FROM txbox_outbox
+ WHERE status = 'pending' AND txbox_outbox.key IS NOT NULL AND number <= :last::bigint
+   AND (route, topic, txbox_outbox.key) IN ([route_keys])
+   AND (token IS NOT NULL OR attempts > 0 OR available_at = staged_at OR available_at <= [stable_now])
+ GROUP BY topic, txbox_outbox.key, type
+
 -- name: relay_release
--- Fenced. For rows that were not sent through no fault of their own; they keep their place ahead of later ones.
+-- Fenced. For rows that were not sent although nothing is wrong with them; they keep their place ahead of later ones.
 UPDATE [outgoing_of id]
    SET token = NULL, available_at = staged_at
  WHERE [is_of id] AND token = :token::text AND status = 'pending'
@@ -977,11 +1095,30 @@ SELECT DISTINCT [text topic], [text type] FROM txbox_outbox
    AND ((:whole::boolean AND route = :route::text) OR (topic [in_rows topic, text]) = :named::boolean)
 
 -- name: relay_strays
--- Rows for consumers on this database that are not on this App's own route, and rows without any route.
+-- Rows for consumers on this database that are not on this App's route, and rows without any route.
 SELECT DISTINCT [text route], [text topic], [text type], [text cause_consumer] FROM txbox_outbox
  WHERE status = 'pending' AND (route = '' OR (route >= 'local' AND route < 'local;')) AND route <> :route::text
 
+-- name: relay_adopt
+UPDATE txbox_outbox SET route = :route::text
+ WHERE id IN (SELECT id FROM txbox_outbox
+               WHERE status = 'pending' AND token IS NULL AND route = :from_route::text AND topic = :topic::text
+                 AND [same type, :type::text] AND [same cause_consumer, :cause_consumer::text]
+               LIMIT :limit::integer
+               [skip_locked])
+
 -- ---- activity.py ----------------------------------------------------------------------------------------------------
+
+-- name: activity_write
+-- What a process has counted in these minutes so far takes the place of what it wrote before: writing again after a
+-- lost answer doubles nothing. No other process writes these rows.
+INSERT INTO txbox_activity (minute, kind, name, worker, received, processed, duplicate, deferred, failed, dead,
+                            quarantined, latency, run, oldest_s)
+[counted]
+[on_conflict txbox_activity, minute, kind, name, worker]
+       received = [new received], processed = [new processed], duplicate = [new duplicate], deferred = [new deferred],
+       failed = [new failed], dead = [new dead], quarantined = [new quarantined], latency = [new latency],
+       run = [new run], oldest_s = [new oldest_s]
 
 -- name: activity_read
 -- A day of ten consumers is 14,000 rows: they are summed here by steps of time, and their histograms joined.
@@ -1019,9 +1156,9 @@ INSERT INTO txbox_worker (worker, kind, host, pid, version, app, consumers, sour
 VALUES (:worker::text, :kind::text, :host::text, :pid::bigint, :version::text, :app::text, :consumers::text,
         :sources::text, :routes::text, :lanes::integer, :state::text, :busy::integer, :leases::integer,
         :in_flight::integer)
-ON CONFLICT (worker) DO UPDATE
-   SET sources = excluded.sources, routes = excluded.routes, state = excluded.state, busy = excluded.busy,
-       leases = excluded.leases, in_flight = excluded.in_flight, seen_at = [now]
+[on_conflict txbox_worker, worker]
+       sources = [new sources], routes = [new routes], state = [new state], busy = [new busy], leases = [new leases],
+       in_flight = [new in_flight], seen_at = [now]
 
 -- name: worker_gone
 DELETE FROM txbox_worker WHERE worker = :worker::text

@@ -222,7 +222,8 @@ def parse_queries(*texts: str) -> tuple[dict[str, str], dict[str, str]]:
 
     What a later file names replaces what an earlier one does. Comments above a query are not part of its text.
     `-- nothing: a b` names queries with nothing to do. `-- fragment: name a b` defines a text for the queries of
-    all files: each `[name x, y]` is replaced by it, with x for `[a]` and y for `[b]`.
+    all files: each `[name x, y]` is replaced by it, with x for `[a]` and y for `[b]`. A short text may follow ` = ` in
+    the same line.
     """
     queries: dict[str, str] = {}
     seconds: dict[str, str] = {}
@@ -232,14 +233,15 @@ def parse_queries(*texts: str) -> tuple[dict[str, str], dict[str, str]]:
         parts = _PART.split(text)
         for kind, name, words, body in zip(*(parts[n::4] for n in (1, 2, 3, 4)), strict=True):
             lines = [line for line in body.splitlines() if not line.lstrip().startswith("--")]
-            sql = "\n".join(lines).strip()
+            params, _, short = words.partition(" =")
+            sql = "\n".join([short, *lines]).strip()
             named = [name, *words.split()] if kind == "nothing" else [name]
             for each in named:
                 if (kind == "fragment", each) in seen:
                     raise ConfigurationError(f"{kind} {each} is defined twice.")
                 seen.add((kind == "fragment", each))
             if kind == "fragment":
-                fragments[name] = words.split(), sql
+                fragments[name] = params.split(), sql
             else:
                 queries |= dict.fromkeys(named, sql)
             if kind == "name" and words:

@@ -7,81 +7,48 @@
 -- Where PostgreSQL picks and takes in one statement, here one locks and reads, `then` another writes.
 -- Ids are VARBINARY and are converted to text in each list of columns. UPDATE assigns from left to right here, unless
 -- sql_mode says otherwise, so a column that others are computed from is assigned after them.
--- Each section has the queries of the module it names.
+-- What a query is for is said in postgresql.sql; here only what differs. Sections are named after modules, as there.
 
--- fragment: now
-UTC_TIMESTAMP(6)
-
--- fragment: stable_now
-UTC_TIMESTAMP(6)
-
--- fragment: ago seconds
-UTC_TIMESTAMP(6) - INTERVAL [seconds] SECOND
-
--- fragment: stable_ago seconds
-UTC_TIMESTAMP(6) - INTERVAL [seconds] SECOND
-
--- fragment: in seconds
-UTC_TIMESTAMP(6) + INTERVAL [seconds] SECOND
-
--- fragment: instant seconds
-TIMESTAMP'1970-01-01 00:00:00' + INTERVAL [seconds] SECOND
-
--- fragment: age moment
-TIMESTAMPDIFF(MICROSECOND, [moment], UTC_TIMESTAMP(6)) / 1e6
-
--- fragment: clock
+-- fragment: now = UTC_TIMESTAMP(6)
+-- fragment: stable_now = UTC_TIMESTAMP(6)
+-- fragment: ago seconds = UTC_TIMESTAMP(6) - INTERVAL [seconds] SECOND
+-- fragment: stable_ago seconds = UTC_TIMESTAMP(6) - INTERVAL [seconds] SECOND
+-- fragment: in seconds = UTC_TIMESTAMP(6) + INTERVAL [seconds] SECOND
+-- fragment: instant seconds = TIMESTAMP'1970-01-01 00:00:00' + INTERVAL [seconds] SECOND
+-- fragment: age moment = TIMESTAMPDIFF(MICROSECOND, [moment], UTC_TIMESTAMP(6)) / 1e6
 -- UNIX_TIMESTAMP would take its argument for local time.
-TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) / 1e6
-
--- fragment: text column
-CONVERT([column] USING utf8mb4)
-
--- fragment: time moment
-[moment]
-
--- fragment: joined column
-GROUP_CONCAT([column])
-
--- fragment: in_rows name type
-IN ({:rows.[name]})
-
--- fragment: same a b
-([a] <=> [b])
-
--- fragment: greatest
-GREATEST
-
--- fragment: hex column
-LOWER(HEX([column]))
-
--- fragment: open
+-- fragment: clock = TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) / 1e6
+-- fragment: text column = CONVERT([column] USING utf8mb4)
+-- fragment: time moment = [moment]
+-- fragment: joined column = GROUP_CONCAT([column])
+-- fragment: in_rows name type = IN ({:rows.[name]})
+-- fragment: same a b = ([a] <=> [b])
+-- fragment: greatest = GREATEST
+-- fragment: hex column = LOWER(HEX([column]))
 -- There are no partial indexes.
-
--- fragment: by_status
-txbox_inbox FORCE INDEX (txbox_inbox_open) WHERE consumer = :consumer
-
--- fragment: outbox_by_due
-txbox_outbox FORCE INDEX (txbox_outbox_due)
-
--- fragment: inbox_by_due
-txbox_inbox FORCE INDEX (txbox_inbox_due)
+-- fragment: open =
+-- fragment: by_status = txbox_inbox FORCE INDEX (txbox_inbox_open) WHERE consumer = :consumer
+-- fragment: outbox_by_due = txbox_outbox FORCE INDEX (txbox_outbox_due)
+-- fragment: inbox_by_due = txbox_inbox FORCE INDEX (txbox_inbox_due)
 
 -- fragment: kept_rows
 txbox_inbox FORCE INDEX (txbox_inbox_due) WHERE consumer = :consumer AND has_payload = TRUE
  ORDER BY starts, next_attempt_at, arrival
 
--- fragment: skip_locked
-FOR UPDATE SKIP LOCKED
-
--- fragment: for_update
-FOR UPDATE
-
--- fragment: parked
+-- fragment: skip_locked = FOR UPDATE SKIP LOCKED
+-- fragment: for_update = FOR UPDATE
 -- No statement returns what it has written.
-
--- fragment: durable
+-- fragment: parked =
 -- A transaction cannot choose its durability here.
+-- fragment: durable =
+-- A row that is somebody else's is a duplicate-key error.
+-- fragment: unless_there =
+-- Rows that are not due have no time in the index txbox_inbox_due.
+-- fragment: retry_at exhausted = CASE WHEN [exhausted] THEN NULL ELSE [in :delay_s] END
+-- fragment: on_conflict table keys = ON DUPLICATE KEY UPDATE
+-- fragment: new column = VALUES([column])
+-- fragment: key = `key`
+-- fragment: unless_staged = ON DUPLICATE KEY UPDATE id = txbox_outbox.id
 
 -- fragment: picked table index
 -- A list of pairs is a derived table: for `(a, b) IN (…)` with a few hundred pairs, MariaDB stops using the key and
@@ -89,8 +56,13 @@ FOR UPDATE
 -- small table may be read through, and then a row that a handler holds is waited for.
 (WITH m (consumer, message_id) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id)})
         SELECT consumer, message_id FROM m) AS picked
-       STRAIGHT_JOIN [table] AS own FORCE INDEX ([index])
-          ON own.consumer = picked.consumer AND own.message_id = picked.message_id
+       STRAIGHT_JOIN txbox_[table] AS [table] FORCE INDEX ([index])
+          ON [table].consumer = picked.consumer AND [table].message_id = picked.message_id
+
+-- fragment: inbox_read = [picked inbox, PRIMARY]
+-- fragment: inbox_of = [picked inbox, PRIMARY]
+-- fragment: inbox_list =
+-- fragment: is_inbox_of = TRUE
 
 -- ---- inbox.py: claims -----------------------------------------------------------------------------------------------
 
@@ -105,7 +77,6 @@ ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
 -- A single message is claimed like many.
 
 -- name: claim_kept
--- claim for consumers that keep the payload of processed messages.
 INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`, sequence, payload_hash,
                          content_type, headers, origin, payload, has_payload, key_id)
 VALUES {(:consumer, :rows.message_id, 'processing', :token, :rows.topic, :rows.type, :rows.key, :rows.sequence,
@@ -122,7 +93,6 @@ UPDATE txbox_inbox
    AND token = :lease AND status = 'processing'
 
 -- name: claim_replay
--- A replay works on top of a processed row: if it fails, the rollback leaves the row `processed` as it was.
 UPDATE txbox_inbox
    SET status = 'processing', token = :token, lease_until = NULL, updated_at = UTC_TIMESTAMP(6)
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status = 'processed'
@@ -164,12 +134,7 @@ RELEASE SAVEPOINT [canary]
 -- On other databases the claim has already written this.
 UPDATE txbox_inbox
    SET status = 'processed', processed_at = COALESCE(processed_at, UTC_TIMESTAMP(6)), updated_at = UTC_TIMESTAMP(6),
-       token = NULL, error_type = NULL, error = NULL, fingerprint = NULL,
-       content_type = CASE WHEN :keep THEN content_type END,
-       headers = CASE WHEN :keep THEN headers END,
-       origin = CASE WHEN :keep THEN origin END,
-       payload = CASE WHEN :keep THEN payload END,
-       has_payload = :keep AND has_payload
+       token = NULL, [settled]
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
    AND token = :token AND status = 'processing'
 
@@ -179,7 +144,7 @@ UPDATE txbox_inbox
 -- A locking read shows who won even under REPEATABLE READ. MariaDB does not have FOR SHARE. The index is forced: a
 -- small table would be read through, up to a row that somebody else has claimed.
 SELECT [text message_id], status, payload_hash, has_payload, attempts, starts,
-       COALESCE(next_attempt_at <= UTC_TIMESTAMP(6), TRUE) AS due, token, lease_until IS NOT NULL AS leased
+       COALESCE(next_attempt_at <= UTC_TIMESTAMP(6), TRUE) AS is_due, token, lease_until IS NOT NULL AS leased
   FROM txbox_inbox FORCE INDEX (PRIMARY)
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
   LOCK IN SHARE MODE
@@ -192,7 +157,6 @@ VALUES {(:consumer, :rows.message_id, 'processed', :token, :rows.topic, :rows.ty
 ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
 
 -- name: store
--- One row with payload and key; the second of two writers changes nothing.
 INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`, sequence, payload_hash,
                          next_attempt_at, content_type, headers, origin, payload, has_payload, key_id)
 VALUES {(:consumer, :rows.message_id, 'pending', :token, :rows.topic, :rows.type, :rows.key, :rows.sequence,
@@ -200,39 +164,7 @@ VALUES {(:consumer, :rows.message_id, 'pending', :token, :rows.topic, :rows.type
          :rows.origin, :rows.payload, TRUE, :key_id)}
 ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
 
--- fragment: anew column
-[column] = IF(txbox_quarantine.message_id = '', VALUES([column]), txbox_quarantine.[column])
-
--- name: quarantine
--- The same message again only increments the counter. Without an id an equal one may be another message: it takes the
--- row anew, so that it is not lost where somebody has already decided on the one before.
-INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, topic, type, `key`,
-                              content_type, headers, origin, payload, key_id, kept_bytes)
-VALUES (:consumer, :message_id, :hash, :reason, :topic, :type, :key,
-        :content_type, :headers, :origin, :payload, :key_id, COALESCE(LENGTH(:payload), 0))
-ON DUPLICATE KEY UPDATE seen = txbox_quarantine.seen + 1, updated_at = UTC_TIMESTAMP(6),
-                        [anew status], [anew headers], [anew payload], [anew kept_bytes], [anew key_id]
-
 -- ---- inbox.py: failures ---------------------------------------------------------------------------------------------
-
--- fragment: failing
--- Columns are assigned after those that are computed from them.
-next_attempt_at = CASE WHEN :final OR attempts + 1 >= :max_attempts OR received_at < [ago :max_age_s]
-                              THEN NULL ELSE [in :delay_s] END,
-       status = CASE WHEN :final OR attempts + 1 >= :max_attempts OR received_at < [ago :max_age_s]
-                     THEN 'dead' ELSE 'failed' END,
-       attempts = attempts + 1, [failed]
-
--- name: record_insert
--- If the row is somebody else's, this is a duplicate-key error.
-INSERT INTO txbox_inbox (consumer, message_id, status, topic, type, `key`, sequence, payload_hash, attempts,
-                         next_attempt_at, error_type, error, fingerprint,
-                         content_type, headers, origin, payload, has_payload, key_id)
-VALUES (:consumer, :message_id, CASE WHEN :final OR 1 >= :max_attempts THEN 'dead' ELSE 'failed' END,
-        :topic, :type, :key, :sequence, :payload_hash, 1,
-        CASE WHEN :final OR 1 >= :max_attempts THEN NULL ELSE UTC_TIMESTAMP(6) + INTERVAL :delay_s SECOND END,
-        :error_type, :error, :fingerprint,
-        :content_type, :headers, :origin, :payload, :has_payload, :key_id)
 
 -- name: record_own
 -- Overwrites the row this transaction claimed, identified by its token.
@@ -241,13 +173,6 @@ UPDATE txbox_inbox
  WHERE consumer = :consumer AND message_id = :message_id AND status = 'processing' AND token = :token
 
 -- ---- leases.py ------------------------------------------------------------------------------------------------------
-
--- fragment: leased starts
-[text message_id], [text topic], [text type], [text `key`], sequence, received_at, payload_hash, attempts, [starts],
-       content_type, headers, origin, payload, has_payload, key_id, arrival
-
--- fragment: message
-[leased starts]
 
 -- fragment: is_due starts
 consumer = :consumer AND has_payload = TRUE AND [starts] AND next_attempt_at <= [now]
@@ -274,22 +199,23 @@ LEAST(COALESCE([first pending, [consumer], [key], [order]], [none]),
 -- In the order of the index txbox_inbox_due, so the cost does not depend on how much waits behind. The index is
 -- forced, because with stale statistics the optimizer would rather sort. A leased row has no `next_attempt_at`, so it
 -- is not even scanned. `starts` is read as lease_take will leave it.
-SELECT [leased starts + 1]
+SELECT [message starts + 1]
   FROM [inbox_by_due]
  WHERE [is_due starts = 0]
  ORDER BY next_attempt_at, arrival
  LIMIT :limit
    FOR UPDATE SKIP LOCKED
 
+-- fragment: leads
+-- Rows without a key, and the first unfinished row of a key.
+inbox.`key` IS NULL OR inbox.arrival
+               = [head inbox.consumer, inbox.`key`, 9223372036854775807, head.status,head.consumer,head.`key`,head.arrival]
+
 -- name: lease_suspect then lease_take
--- A row whose last run never ended is taken alone, so that a message which kills its process does not take others
--- with it; the one due longest, so that newer ones cannot keep it waiting. There are few of these, so one statement
--- serves all consumers, and sorts them; ordered ones take heads only.
-SELECT [leased starts + 1]
-  FROM txbox_inbox AS own FORCE INDEX (txbox_inbox_due)
+SELECT [message starts + 1]
+  FROM txbox_inbox AS inbox FORCE INDEX (txbox_inbox_due)
  WHERE [is_due starts > 0]
-   AND (NOT :heads_only OR own.`key` IS NULL
-        OR own.arrival = [head own.consumer, own.`key`, 9223372036854775807, head.status,head.consumer,head.`key`,head.arrival])
+   AND (NOT :heads_only OR [leads])
  ORDER BY next_attempt_at, arrival
  LIMIT 1
    FOR UPDATE SKIP LOCKED
@@ -297,28 +223,25 @@ SELECT [leased starts + 1]
 -- name: lease_ordered then lease_take
 -- lease, but only the first unfinished row of each key. The rows are read as they are now, and which one is first by
 -- the statement's snapshot. What was committed since is first in no key there, so it is left for the next look.
-SELECT [leased starts + 1]
-  FROM txbox_inbox AS own FORCE INDEX (txbox_inbox_due)
+SELECT [message starts + 1]
+  FROM txbox_inbox AS inbox FORCE INDEX (txbox_inbox_due)
  WHERE [is_due starts = 0]
-   AND (own.`key` IS NULL
-        OR own.arrival = [head own.consumer, own.`key`, 9223372036854775807, head.status,head.consumer,head.`key`,head.arrival])
+   AND ([leads])
  ORDER BY next_attempt_at, arrival
  LIMIT :limit
    FOR UPDATE SKIP LOCKED
 
 -- name: lease_next then lease_take
--- lease_ordered for a single key whose turn it is. Used after running the predecessor, to avoid looking at other
--- keys, or at what waits behind this row.
-SELECT [leased starts + 1]
-  FROM txbox_inbox AS own FORCE INDEX (txbox_inbox_arrival)
- WHERE own.arrival = [head :consumer, :key, 9223372036854775807, head.arrival]
+SELECT [message starts + 1]
+  FROM txbox_inbox AS inbox FORCE INDEX (txbox_inbox_arrival)
+ WHERE inbox.arrival = [head :consumer, :key, 9223372036854775807, head.arrival]
    AND consumer = :consumer AND status IN ('pending', 'failed') AND has_payload
    AND next_attempt_at <= UTC_TIMESTAMP(6) AND starts = 0
    FOR UPDATE SKIP LOCKED
 
 -- name: lease_stored then lease_take
 -- lease for rows that the caller stored in this transaction.
-SELECT [leased starts + 1]
+SELECT [message starts + 1]
   FROM txbox_inbox
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status = 'pending'
    FOR UPDATE
@@ -331,7 +254,6 @@ UPDATE txbox_inbox
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
 
 -- name: heartbeat then heartbeat_take
--- SKIP LOCKED: a row inside its handler's transaction needs no heartbeat, and waiting for it would block.
 -- A separate statement, because inside an UPDATE MariaDB waits for the rows it is told to skip.
 SELECT [text message_id] FROM txbox_inbox
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
@@ -359,15 +281,14 @@ SELECT [text consumer], [text message_id], [text topic], starts,
    FOR UPDATE SKIP LOCKED
 
 -- name: rescue_take
-
-UPDATE [picked txbox_inbox, PRIMARY]
-   SET own.status = CASE WHEN own.starts >= :max_starts THEN 'dead' ELSE 'failed' END,
-       own.lease_until = NULL, own.token = NULL, own.updated_at = UTC_TIMESTAMP(6),
-       own.next_attempt_at = CASE WHEN own.starts < :max_starts THEN UTC_TIMESTAMP(6) END,
-       own.error_type = CASE WHEN own.starts >= :max_starts THEN 'KilledItsProcess' ELSE 'LeaseExpired' END,
-       own.error = CASE WHEN own.starts >= :max_starts
-                        THEN CONCAT('killed its process: ', own.starts, ' runs never ended') ELSE 'lease expired' END,
-       own.fingerprint = NULL
+UPDATE [picked inbox, PRIMARY]
+   SET status = CASE WHEN starts >= :max_starts THEN 'dead' ELSE 'failed' END,
+       lease_until = NULL, token = NULL, updated_at = [now],
+       next_attempt_at = CASE WHEN starts < :max_starts THEN [now] END,
+       error_type = CASE WHEN starts >= :max_starts THEN 'KilledItsProcess' ELSE 'LeaseExpired' END,
+       error = CASE WHEN starts >= :max_starts
+                    THEN CONCAT('killed its process: ', starts, ' runs never ended') ELSE 'lease expired' END,
+       fingerprint = NULL
 
 -- name: rescue_broken
 -- A committed processing row without a lease means that its handler ended the transaction, and it is unknown which
@@ -377,19 +298,12 @@ UPDATE (SELECT consumer, message_id FROM txbox_inbox
            AND (:consumer IS NULL OR consumer = :consumer)
          LIMIT :limit
            FOR UPDATE SKIP LOCKED) AS broken
-       STRAIGHT_JOIN txbox_inbox AS own FORCE INDEX (PRIMARY)
-          ON own.consumer = broken.consumer AND own.message_id = broken.message_id
-   SET own.status = 'dead', own.token = NULL, own.next_attempt_at = NULL, own.updated_at = UTC_TIMESTAMP(6),
-       own.error_type = 'TransactionBroken',
-       own.error = 'the handler ended the transaction of its message; what it wrote is not known',
-       own.fingerprint = NULL
+       STRAIGHT_JOIN txbox_inbox AS inbox FORCE INDEX (PRIMARY)
+          ON inbox.consumer = broken.consumer AND inbox.message_id = broken.message_id
+   SET status = 'dead', token = NULL, next_attempt_at = NULL, updated_at = [now], error_type = 'TransactionBroken',
+       error = 'the handler ended the transaction of its message; what it wrote is not known', fingerprint = NULL
 
 -- ---- order.py -------------------------------------------------------------------------------------------------------
-
--- name: sequence_done
--- Never goes back: a late version leaves the higher one in place.
-INSERT INTO txbox_sequence (consumer, `key`, last) VALUES (:consumer, :key, :sequence)
-ON DUPLICATE KEY UPDATE last = GREATEST(txbox_sequence.last, VALUES(last)), updated_at = UTC_TIMESTAMP(6)
 
 -- ---- jobs.py --------------------------------------------------------------------------------------------------------
 
@@ -398,15 +312,14 @@ INSERT INTO txbox_job (name) VALUES (:name) ON DUPLICATE KEY UPDATE name = txbox
 
 -- name: anchor_history
 -- Changes when commits may be missing: another server, or a restored table.
-SELECT CONCAT_WS('/', @@hostname, @@port, @@server_id, own.create_time)
-  FROM information_schema.tables own
- WHERE own.table_schema = DATABASE() AND own.table_name = 'txbox_job'
+SELECT CONCAT_WS('/', @@hostname, @@port, @@server_id, job.create_time)
+  FROM information_schema.tables job
+ WHERE job.table_schema = DATABASE() AND job.table_name = 'txbox_job'
 
 -- name: anchor_read
 SELECT name, CAST(state AS SIGNED) FROM txbox_job WHERE name IN ({:rows.name})
 
 -- name: anchor_advance
--- Never goes back, whoever writes. Always in the same order, so that two writers do not deadlock.
 INSERT INTO txbox_job (name, state) VALUES {(:rows.name, :rows.position)}
 ON DUPLICATE KEY UPDATE
     state = GREATEST(CAST(txbox_job.state AS SIGNED), CAST(VALUES(state) AS SIGNED)), updated_at = UTC_TIMESTAMP(6)
@@ -424,10 +337,10 @@ SELECT [text consumer], [text message_id]
 
 -- name: prune_take
 -- Deletes rows that prune locked in this transaction.
-DELETE own FROM [picked txbox_inbox, PRIMARY]
+DELETE inbox FROM [picked inbox, PRIMARY]
 
 -- name: prune_attempts
-DELETE own FROM [picked txbox_attempt, txbox_attempt_message]
+DELETE attempt FROM [picked attempt, txbox_attempt_message]
 
 -- fragment: outgoing_past
 status IN ('sent', 'discarded')
@@ -435,58 +348,53 @@ status IN ('sent', 'discarded')
         OR (status = 'discarded' AND available_at < UTC_TIMESTAMP(6) - INTERVAL :discarded_s SECOND))
 
 -- name: prune_outbox
-DELETE own FROM (SELECT id FROM txbox_outbox
+DELETE outbox FROM (SELECT id FROM txbox_outbox
                   WHERE [outgoing_past]
                   LIMIT :limit
                     FOR UPDATE SKIP LOCKED) AS old
-       STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = old.id
+       STRAIGHT_JOIN txbox_outbox AS outbox FORCE INDEX (PRIMARY) ON outbox.id = old.id
 
 -- name: prune_quarantine
-DELETE own FROM (SELECT consumer, message_id, hash FROM txbox_quarantine
+DELETE quarantine FROM (SELECT consumer, message_id, hash FROM txbox_quarantine
                   WHERE [decided]
                   LIMIT :limit
                     FOR UPDATE SKIP LOCKED) AS old
-       STRAIGHT_JOIN txbox_quarantine AS own FORCE INDEX (PRIMARY)
-          ON own.consumer = old.consumer AND own.message_id = old.message_id AND own.hash = old.hash
+       STRAIGHT_JOIN txbox_quarantine AS quarantine FORCE INDEX (PRIMARY)
+          ON quarantine.consumer = old.consumer AND quarantine.message_id = old.message_id
+         AND quarantine.hash = old.hash
 
--- name: quarantine_bytes
-SELECT CAST(COALESCE(SUM(kept_bytes), 0) AS SIGNED) FROM txbox_quarantine WHERE kept_bytes > 0
-
--- fragment: picked_quarantined
+-- fragment: quarantine_of
 (WITH m (consumer, message_id, hash) AS (VALUES {/*!80019 ROW*/ (:rows.consumer, :rows.message_id, :rows.hash)})
         SELECT consumer, message_id, hash FROM m) AS picked
-       STRAIGHT_JOIN txbox_quarantine AS own FORCE INDEX (PRIMARY)
-          ON own.consumer = picked.consumer AND own.message_id = picked.message_id AND own.hash = picked.hash
+       STRAIGHT_JOIN txbox_quarantine AS quarantine FORCE INDEX (PRIMARY)
+          ON quarantine.consumer = picked.consumer AND quarantine.message_id = picked.message_id
+         AND quarantine.hash = picked.hash
 
--- name: drop_quarantined
-UPDATE [picked_quarantined]
-   SET own.payload = NULL, own.kept_bytes = 0
+-- fragment: quarantine_list =
+-- fragment: is_quarantine_of = TRUE
 
 -- name: second_of_day
 SELECT TIME_TO_SEC(UTC_TIME())
 
 -- name: drop_payloads
--- For consumers that keep payloads of processed messages for a limited time; the key and the hash stay.
 UPDATE (SELECT consumer, message_id FROM txbox_inbox
          WHERE consumer = :consumer AND status = 'processed' AND has_payload
            AND processed_at < UTC_TIMESTAMP(6) - INTERVAL :older_than_s SECOND
          LIMIT :limit
            FOR UPDATE SKIP LOCKED) AS old
-       STRAIGHT_JOIN txbox_inbox AS own FORCE INDEX (PRIMARY)
-          ON own.consumer = old.consumer AND own.message_id = old.message_id
-   SET own.payload = NULL, own.headers = NULL, own.origin = NULL, own.content_type = NULL, own.has_payload = FALSE
+       STRAIGHT_JOIN txbox_inbox AS inbox FORCE INDEX (PRIMARY)
+          ON inbox.consumer = old.consumer AND inbox.message_id = old.message_id
+   SET payload = NULL, headers = NULL, origin = NULL, content_type = NULL, has_payload = FALSE
 
 -- name: due
--- One query for a whole worker: in how many seconds each consumer's next row is due, and the outbox's under the
--- empty name, if within `ahead_s`. Rows that are not on the route :local may still be for its App: see relay_strays.
 -- Needs only the index, which the server reads in one jump per consumer and number of starts, past the NULLs of
 -- rows that are never due.
 SELECT [text soon.consumer], TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), soon.due_at) / 1e6
-  FROM (SELECT due.consumer, MIN(due.due_at) AS due_at
+  FROM (SELECT earliest.consumer, MIN(earliest.due_at) AS due_at
           FROM (SELECT consumer, MIN(next_attempt_at) AS due_at FROM txbox_inbox FORCE INDEX (txbox_inbox_due)
                  WHERE consumer IN ({:rows.consumer}) AND has_payload = TRUE AND next_attempt_at >= '1000-01-01'
-                 GROUP BY consumer, has_payload, starts) AS due
-         GROUP BY due.consumer
+                 GROUP BY consumer, has_payload, starts) AS earliest
+         GROUP BY earliest.consumer
          UNION ALL
         SELECT '', MIN(pending.due_at)
           FROM (SELECT MIN(available_at) AS due_at FROM txbox_outbox
@@ -509,7 +417,7 @@ SELECT GET_LOCK(CONCAT('txbox.', SHA2(DATABASE(), 224)), 3600)
 SELECT RELEASE_LOCK(CONCAT('txbox.', SHA2(DATABASE(), 224)))
 
 -- name: session
--- What `schema.unfit` judges. SHOW VARIABLES would be cut off by sql_select_limit, which an own LIMIT overrides.
+-- What `schema.unfit` judges. SHOW VARIABLES would be cut off by sql_select_limit, which a LIMIT overrides.
 SELECT 'character_set_client', CAST(@@character_set_client AS CHAR)
  UNION ALL
 SELECT 'character_set_connection', CAST(@@character_set_connection AS CHAR)
@@ -532,21 +440,13 @@ SELECT count(*) AS triggers, 'origin' AS role FROM information_schema.tables
 
 -- ---- admin/look.py, admin/changes.py, admin/replay.py ---------------------------------------------------------------
 
--- name: outbox_status
-SELECT [text own.topic], [text own.route], own.state, count(*),
-       TIMESTAMPDIFF(MICROSECOND, min(own.staged_at), UTC_TIMESTAMP(6)) / 1e6
-  FROM (SELECT topic, route, staged_at, [state] AS state FROM txbox_outbox) AS own
- GROUP BY own.topic, own.route, own.state ORDER BY own.topic, own.route, own.state
-
--- fragment: look
--- A page that takes longer than 5 s is none. The first comment is MariaDB's, the second MySQL's.
-/*M!100100 SET STATEMENT max_statement_time = 5 FOR */ SELECT /*+ MAX_EXECUTION_TIME(5000) */
+-- A page that takes longer than 5 s is cancelled: no index serves its filter. The first comment is MariaDB's, the second MySQL's.
+-- fragment: look = /*M!100100 SET STATEMENT max_statement_time = 5 FOR */ SELECT /*+ MAX_EXECUTION_TIME(5000) */
 
 -- name: consumers
--- From one to the next in the keys: as many steps as there are consumers, however many rows they have.
-[look] [text own.consumer]
-  FROM (SELECT DISTINCT consumer FROM txbox_inbox UNION SELECT DISTINCT consumer FROM txbox_quarantine) AS own
- ORDER BY own.consumer
+[look] [text known.consumer]
+  FROM (SELECT DISTINCT consumer FROM txbox_inbox UNION SELECT DISTINCT consumer FROM txbox_quarantine) AS known
+ ORDER BY known.consumer
 
 -- fragment: outgoing status
 [text found.topic], [text found.route], [state] AS state, count(*), [age min(found.staged_at)]
@@ -569,64 +469,26 @@ SELECT table_name, data_length, index_length, 1
  WHERE table_schema = DATABASE() AND table_type = 'BASE TABLE' AND LEFT(table_name, 6) = 'txbox_'
  ORDER BY table_name
 
--- name: inbox_states
--- What became of messages that were retried.
-SELECT [text consumer], [text message_id], status, attempts, fingerprint
-  FROM txbox_inbox WHERE (consumer, message_id) IN ({(:rows.consumer, :rows.message_id)})
-
--- name: inbox_retry
--- Grants a full new budget of attempts; the history stays in txbox_attempt.
-UPDATE [picked txbox_inbox, PRIMARY]
-   SET own.status = 'failed', own.attempts = 0, own.starts = 0, own.next_attempt_at = UTC_TIMESTAMP(6),
-       own.updated_at = UTC_TIMESTAMP(6), own.lease_until = NULL, own.token = NULL
- WHERE own.status IN ('dead', 'failed')
-
--- name: inbox_discard
-UPDATE [picked txbox_inbox, PRIMARY]
-   SET own.status = 'discarded', own.processed_at = UTC_TIMESTAMP(6), own.updated_at = UTC_TIMESTAMP(6),
-       own.next_attempt_at = NULL, own.lease_until = NULL, own.token = NULL
- WHERE own.status IN ('dead', 'failed', 'pending')
-
--- name: edit_set_aside
--- What stands in the row stays readable in the quarantine, under the hash of its payload. Its bytes do not count
--- there: it is no stranger's doing, and is kept as long as its message.
-INSERT INTO txbox_quarantine (consumer, message_id, hash, status, reason, topic, type, `key`,
-                              content_type, headers, origin, payload, key_id)
-SELECT own.consumer, own.message_id, :hash, 'replaced', :reason, own.topic, own.type, own.`key`,
-       own.content_type, :headers, own.origin, :payload, :key_id
-  FROM txbox_inbox AS own WHERE own.consumer = :consumer AND own.message_id = :message_id
-ON DUPLICATE KEY UPDATE
-       reason = CASE WHEN txbox_quarantine.status = 'quarantined' THEN txbox_quarantine.reason ELSE :reason END,
-       status = CASE WHEN txbox_quarantine.status = 'quarantined' THEN txbox_quarantine.status ELSE 'replaced' END,
-       headers = :headers, payload = :payload, key_id = :key_id, updated_at = UTC_TIMESTAMP(6)
-
 -- fragment: first_of_key route
--- The number of the row that must leave before this one, or its own. MariaDB has no index for route IN (own.route, '').
+-- The number of the row that must leave before this one, or of this row. MariaDB has no index for IN (outbox.route, '').
 COALESCE((SELECT min(head.number) FROM txbox_outbox AS head FORCE INDEX (txbox_outbox_key)
            WHERE head.status = 'pending' AND head.route = [route]
-             AND head.topic = own.topic AND head.`key` = own.`key`
-             AND head.number < own.number
+             AND head.topic = outbox.topic AND head.`key` = outbox.`key`
+             AND head.number < outbox.number
              AND (head.token IS NOT NULL OR head.attempts > 0 OR head.available_at = head.staged_at
-                  OR head.available_at <= UTC_TIMESTAMP(6))), own.number)
+                  OR head.available_at <= UTC_TIMESTAMP(6))), outbox.number)
 
 -- fragment: before_it
 (SELECT [text head.id] FROM txbox_outbox AS head
-             WHERE head.number = LEAST([first_of_key own.route], [first_of_key ''])
-               AND head.number < own.number)
-
--- name: quarantine_end
--- Once decided, the content is no longer needed and is dropped; the row stays for its retention time.
-UPDATE [picked_quarantined]
-   SET own.status = :status, own.payload = NULL, own.kept_bytes = 0, own.headers = NULL,
-       own.updated_at = UTC_TIMESTAMP(6)
- WHERE own.status = 'quarantined'
+             WHERE head.number = LEAST([first_of_key outbox.route], [first_of_key ''])
+               AND head.number < outbox.number)
 
 -- name: audit
 INSERT INTO txbox_audit (actor, action, filter, affected, reason, login)
 VALUES (:actor, :action, :filter, :affected, :reason, SESSION_USER())
 
 -- ---- admin/doctor ---------------------------------------------------------------------------------------------------
--- None of these reads a table through: names are found by jumps in an index, and rows are counted up to a limit.
+-- No full scans: names come from index skip scans, and rows are counted up to a limit.
 
 -- name: doctor_settings
 -- Not `@@name`: what one of the two products does not have would be an error.
@@ -662,44 +524,41 @@ SELECT DISTINCT table_name, index_name, TRUE FROM information_schema.statistics
  ORDER BY age_s DESC LIMIT 1
 
 -- name: doctor_consumers
--- Who has rows of a status, by a jump in the index for each of them, however many rows they have.
-SELECT own.status, [text own.consumer]
-  FROM txbox_inbox AS own FORCE INDEX (txbox_inbox_open)
- WHERE own.status IN ('pending', 'failed', 'processing', 'dead')
- GROUP BY own.status, own.consumer
+-- Consumers with rows in a status, by skip scan, however many rows they have.
+SELECT inbox.status, [text inbox.consumer]
+  FROM txbox_inbox AS inbox FORCE INDEX (txbox_inbox_open)
+ WHERE inbox.status IN ('pending', 'failed', 'processing', 'dead')
+ GROUP BY inbox.status, inbox.consumer
  LIMIT :limit
 
 -- name: doctor_routes
 -- As doctor_consumers.
-SELECT [text own.route]
-  FROM txbox_outbox AS own FORCE INDEX (txbox_outbox_due)
- WHERE own.status = 'pending'
- GROUP BY own.status, own.route
+SELECT [text outbox.route]
+  FROM txbox_outbox AS outbox FORCE INDEX (txbox_outbox_due)
+ WHERE outbox.status = 'pending'
+ GROUP BY outbox.status, outbox.route
  LIMIT :limit
 
 -- name: doctor_outgoing_dead
-SELECT count(*), [age min(own.staged_at)]
-  FROM (SELECT staged_at FROM txbox_outbox FORCE INDEX (txbox_outbox_due) WHERE status = 'dead' LIMIT :limit) AS own
+SELECT count(*), [age min(oldest.staged_at)]
+  FROM (SELECT staged_at FROM txbox_outbox FORCE INDEX (txbox_outbox_due) WHERE status = 'dead' LIMIT :limit) AS oldest
 
 -- ---- admin/found.py -------------------------------------------------------------------------------------------------
 
 -- fragment: consumers_of table
 -- The next one: min() of a range is read from the key; DISTINCT would read all of it.
-SELECT [text own.consumer]
-  FROM (SELECT min(consumer) AS consumer FROM [table] WHERE consumer > :after) AS own
- WHERE own.consumer IS NOT NULL
+SELECT [text known.consumer]
+  FROM (SELECT min(consumer) AS consumer FROM [table] WHERE consumer > :after) AS known
+ WHERE known.consumer IS NOT NULL
  LIMIT :limit
-
--- name: explain_inbox
--- Which of these keys there are.
-SELECT [text own.consumer], [text own.message_id], own.status, [text own.topic]
-  FROM [picked txbox_inbox, PRIMARY]
 
 -- name: explain_locked
 -- Fails where an open transaction has locked the row, changed it, or inserted it; rolled back at once.
 SELECT 1 FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_id FOR UPDATE NOWAIT
 
 -- ---- outbox.py ------------------------------------------------------------------------------------------------------
+
+-- fragment: route_keys = {(:rows.route, :rows.topic, :rows.key)}
 
 -- fragment: page route topics
 (SELECT [text id] AS id, number, [text topic] AS topic, [text `key`] AS `key`, available_at, COALESCE(LENGTH(payload),
@@ -716,19 +575,9 @@ SELECT 1 FROM txbox_inbox WHERE consumer = :consumer AND message_id = :message_i
 -- A list joined by the key. Otherwise the server would read every row of a small table, and wait for those that
 -- others have staged but not committed.
 (WITH m (id) AS (VALUES {/*!80019 ROW*/ (:rows.[list])}) SELECT id FROM m) AS mine
-       STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = mine.id
+       STRAIGHT_JOIN txbox_outbox AS outbox FORCE INDEX (PRIMARY) ON outbox.id = mine.id
 
--- fragment: is_of list
-TRUE
-
--- name: stage
--- Many messages in one statement, in the caller's transaction; `number` is the order of insertion.
--- A repeated run with the same cause stages the same ids, and changes nothing.
-INSERT INTO txbox_outbox (id, topic, type, `key`, content_type, headers, payload, key_id, cause_consumer, cause_id,
-                          available_at, route)
-VALUES {(:rows.id, :rows.topic, :rows.type, :rows.key, :rows.content_type, :rows.headers, :rows.payload, :key_id,
-         :rows.cause_consumer, :rows.cause_id, UTC_TIMESTAMP(6) + INTERVAL :rows.delay_s SECOND, :rows.route)}
-ON DUPLICATE KEY UPDATE id = txbox_outbox.id
+-- fragment: is_of list = TRUE
 
 -- name: stage_lock
 -- InnoDB's row locks end with the transaction, while GET_LOCK's do not. So there is a row for each of 4,096 buckets
@@ -740,28 +589,15 @@ SELECT CONCAT('order:', wanted.bucket)
 ON DUPLICATE KEY UPDATE name = txbox_job.name
 
 -- name: relay_page
--- What may be due on one route, or was staged without one, oldest first, from where the last look ended. Takes no
--- locks. Two scans, each in index order: with `route IN (…)` everything due would be sorted.
 [page :route, (:whole OR (topic IN ({:rows.topic})) = :named)]
 UNION ALL
 [page '', (topic IN ({:rows.topic})) = :named]
  ORDER BY available_at, number
  LIMIT :limit
 
--- name: relay_heads
--- For each key and type, the first row that must not be overtaken, and how many there are up to :last. A row staged
--- with a delay counts once the delay is over. Any other counts even if it is not due yet by this transaction's clock,
--- which stopped when the transaction began.
-SELECT [text topic], [text `key`], [text type], MIN(number), COUNT(*)
-  FROM txbox_outbox
- WHERE status = 'pending' AND number <= :last
-   AND (route, topic, `key`) IN ({(:rows.route, :rows.topic, :rows.key)})
-   AND (token IS NOT NULL OR attempts > 0 OR available_at = staged_at OR available_at <= UTC_TIMESTAMP(6))
- GROUP BY topic, `key`, type
-
 -- name: relay_lease then relay_take
 -- The route again: an operator may have changed it since the page was read.
-SELECT [text own.id], number, [text topic], [text type], [text `key`], content_type, headers, payload, key_id,
+SELECT [text outbox.id], number, [text topic], [text type], [text `key`], content_type, headers, payload, key_id,
        staged_at, attempts
   FROM [outgoing_of id]
  WHERE status = 'pending' AND available_at <= UTC_TIMESTAMP(6) AND route IN (:route, '')
@@ -773,7 +609,7 @@ UPDATE [outgoing_of id]
    SET token = :token, available_at = UTC_TIMESTAMP(6) + INTERVAL :lease_s SECOND
 
 -- name: relay_sent
-DELETE own FROM [outgoing_of id]
+DELETE outbox FROM [outgoing_of id]
  WHERE token = :token AND status = 'pending'
 
 -- name: relay_adopt
@@ -782,22 +618,14 @@ UPDATE (SELECT id FROM txbox_outbox
            AND type <=> :type AND cause_consumer <=> :cause_consumer
          LIMIT :limit
            FOR UPDATE SKIP LOCKED) AS stray
-       STRAIGHT_JOIN txbox_outbox AS own FORCE INDEX (PRIMARY) ON own.id = stray.id
-   SET own.route = :route
+       STRAIGHT_JOIN txbox_outbox AS outbox FORCE INDEX (PRIMARY) ON outbox.id = stray.id
+   SET outbox.route = :route
 
 -- ---- activity.py ----------------------------------------------------------------------------------------------------
 
--- name: activity_write
--- What a process has counted in these minutes so far takes the place of what it wrote before: writing again after a
--- lost answer doubles nothing. No other process writes these rows.
-INSERT INTO txbox_activity (minute, kind, name, worker, received, processed, duplicate, deferred, failed, dead,
-                            quarantined, latency, run, oldest_s)
+-- fragment: counted
 VALUES {(:rows.minute, :rows.kind, :rows.name, :worker, :rows.received, :rows.processed, :rows.duplicate,
          :rows.deferred, :rows.failed, :rows.dead, :rows.quarantined, :rows.latency, :rows.run, :rows.oldest_s)}
-ON DUPLICATE KEY UPDATE
-    received = VALUES(received), processed = VALUES(processed), duplicate = VALUES(duplicate),
-    deferred = VALUES(deferred), failed = VALUES(failed), dead = VALUES(dead), quarantined = VALUES(quarantined),
-    latency = VALUES(latency), run = VALUES(run), oldest_s = VALUES(oldest_s)
 
 -- name: activity_read
 -- MySQL would cut the joined texts off at 1,024 bytes. The first comment is MariaDB's, the second MySQL's.
@@ -809,17 +637,7 @@ SELECT /*+ SET_VAR(group_concat_max_len = 16777216) */
  GROUP BY 1, 2, 3 ORDER BY 1
 
 -- name: outbox_ages
--- How long the first row that is due has been so, of each route; one index probe each.
 SELECT asked.route, TIMESTAMPDIFF(MICROSECOND, asked.at, UTC_TIMESTAMP(6)) / 1e6
   FROM (SELECT [text route] AS route, MIN(available_at) AS at
           FROM txbox_outbox WHERE status = 'pending' AND route IN ({:rows.route})
          GROUP BY route) AS asked
-
--- name: worker_write
-INSERT INTO txbox_worker (worker, kind, host, pid, version, app, consumers, sources, routes, lanes, state, busy, leases,
-                          in_flight)
-VALUES (:worker, :kind, :host, :pid, :version, :app, :consumers, :sources, :routes, :lanes, :state, :busy, :leases,
-        :in_flight)
-ON DUPLICATE KEY UPDATE
-    sources = VALUES(sources), routes = VALUES(routes), state = VALUES(state), busy = VALUES(busy),
-    leases = VALUES(leases), in_flight = VALUES(in_flight), seen_at = UTC_TIMESTAMP(6)

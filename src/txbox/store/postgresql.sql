@@ -3,89 +3,63 @@
 -- `nothing:` names queries with nothing to do.
 -- Each section has the queries of the module it names.
 
--- fragment: now
-clock_timestamp()
-
--- fragment: stable_now
-now()
-
--- fragment: ago seconds
-clock_timestamp() - make_interval(secs => [seconds]::double precision)
-
--- fragment: stable_ago seconds
-now() - make_interval(secs => [seconds]::double precision)
-
--- fragment: in seconds
-clock_timestamp() + make_interval(secs => [seconds]::double precision)
-
--- fragment: instant seconds
-to_timestamp([seconds]::double precision)
-
--- fragment: age moment
-extract(epoch FROM clock_timestamp() - [moment])::double precision
-
--- fragment: clock
-extract(epoch FROM clock_timestamp())::double precision
-
--- fragment: text column
-[column]
-
--- fragment: time moment
-extract(epoch FROM [moment])::double precision
-
--- fragment: joined column
-string_agg([column], ',')
-
--- fragment: in_rows name type
-= ANY(:rows.[name]::[type][])
-
--- fragment: same a b
-([a] IS NOT DISTINCT FROM [b])
-
--- fragment: greatest
-greatest
-
--- fragment: hex column
-encode([column], 'hex')
-
--- fragment: open
-status <> 'processed' AND
-
--- fragment: by_status
+-- fragment: now = clock_timestamp()
+-- fragment: stable_now = now()
+-- fragment: ago seconds = clock_timestamp() - make_interval(secs => [seconds]::double precision)
+-- fragment: stable_ago seconds = now() - make_interval(secs => [seconds]::double precision)
+-- fragment: in seconds = clock_timestamp() + make_interval(secs => [seconds]::double precision)
+-- fragment: instant seconds = to_timestamp([seconds]::double precision)
+-- fragment: age moment = extract(epoch FROM clock_timestamp() - [moment])::double precision
+-- fragment: clock = extract(epoch FROM clock_timestamp())::double precision
+-- fragment: text column = [column]
+-- fragment: time moment = extract(epoch FROM [moment])::double precision
+-- fragment: joined column = string_agg([column], ',')
+-- fragment: in_rows name type = = ANY(:rows.[name]::[type][])
+-- fragment: same a b = ([a] IS NOT DISTINCT FROM [b])
+-- fragment: greatest = greatest
+-- fragment: hex column = encode([column], 'hex')
+-- fragment: open = status <> 'processed' AND
 -- POSIX as in is_due.
-txbox_inbox WHERE consumer = :consumer::text COLLATE "POSIX"
-
--- fragment: outbox_by_due
-txbox_outbox
-
--- fragment: inbox_by_due
-txbox_inbox
-
--- fragment: look
-SELECT
-
--- fragment: kept_rows
-txbox_inbox WHERE consumer = :consumer::text AND has_payload ORDER BY arrival
-
--- fragment: skip_locked
-FOR UPDATE SKIP LOCKED
-
--- fragment: for_update
-FOR UPDATE
+-- fragment: by_status = txbox_inbox WHERE consumer = :consumer::text COLLATE "POSIX"
+-- fragment: outbox_by_due = txbox_outbox
+-- fragment: inbox_by_due = txbox_inbox
+-- fragment: look = SELECT
+-- fragment: kept_rows = txbox_inbox WHERE consumer = :consumer::text AND has_payload ORDER BY arrival
+-- fragment: skip_locked = FOR UPDATE SKIP LOCKED
+-- fragment: for_update = FOR UPDATE
 
 -- fragment: flushed
 CASE WHEN current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')
      THEN set_config('synchronous_commit', 'on', true) END
 
--- fragment: durable
-RETURNING [flushed]
-
--- fragment: parked
-RETURNING status, attempts
-
--- fragment: unless_there
+-- fragment: durable = RETURNING [flushed]
+-- fragment: parked = RETURNING status, attempts
 -- ON CONSTRAINT, not a column list: inference fails while the index is rebuilt concurrently.
-ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+-- fragment: unless_there = ON CONFLICT ON CONSTRAINT txbox_inbox_pkey DO NOTHING
+-- fragment: retry_at exhausted = [in :delay_s]
+-- fragment: on_conflict table keys = ON CONFLICT ON CONSTRAINT [table]_pkey DO UPDATE SET
+-- fragment: new column = excluded.[column]
+-- fragment: key = key
+-- fragment: unless_staged = ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING
+-- Compares as "C" does, and so finds the index that has this and no other one.
+-- fragment: by_posix = COLLATE "POSIX"
+
+-- fragment: inbox_read
+-- LATERAL with LIMIT as in classify.
+unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
+ CROSS JOIN LATERAL (SELECT consumer, message_id, status, topic, attempts, fingerprint FROM txbox_inbox AS one
+                      WHERE one.consumer = m.consumer AND one.message_id = m.message_id LIMIT 1) AS inbox
+
+-- fragment: inbox_of = txbox_inbox AS inbox
+-- fragment: inbox_list = FROM unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
+-- fragment: is_inbox_of = inbox.consumer = m.consumer AND inbox.message_id = m.message_id
+-- fragment: quarantine_of = txbox_quarantine AS quarantine
+
+-- fragment: quarantine_list
+FROM unnest(:rows.consumer::text[], :rows.message_id::text[], :rows.hash::bytea[]) AS m(consumer, message_id, hash)
+
+-- fragment: is_quarantine_of
+quarantine.consumer = m.consumer AND quarantine.message_id = m.message_id AND quarantine.hash = m.hash
 
 -- fragment: messages
 unnest(:rows.message_id::text[], :rows.topic::text[], :rows.type::text[], :rows.key::text[],
@@ -111,10 +85,10 @@ WITH armed AS MATERIALIZED (
 SELECT m.message_id, found.finished
   FROM unnest(:rows.message_id::text[], :rows.payload_hash::bytea[]) AS m(message_id, payload_hash)
   LEFT JOIN LATERAL (
-       SELECT CASE WHEN own.status IN ('processed', 'dead', 'discarded')
-                    AND coalesce(own.payload_hash = m.payload_hash, true) THEN 'finished' END AS finished
-         FROM txbox_inbox AS own
-        WHERE own.consumer = :consumer::text AND own.message_id = m.message_id
+       SELECT CASE WHEN inbox.status IN ('processed', 'dead', 'discarded')
+                    AND coalesce(inbox.payload_hash = m.payload_hash, true) THEN 'finished' END AS finished
+         FROM txbox_inbox AS inbox
+        WHERE inbox.consumer = :consumer::text AND inbox.message_id = m.message_id
         LIMIT 1) AS found ON true
  WHERE m.message_id NOT IN (SELECT message_id FROM won)
 
@@ -169,35 +143,30 @@ RETURNING message_id, set_config('lock_timeout', current_setting('txbox.lock_tim
 -- SELECT hides the array's length from the planner. Otherwise it would plan every time, for 50 us, whenever a few
 -- rows look cheaper than the ten that a generic plan assumes.
 [armed]
-UPDATE txbox_inbox AS own
-   SET status = 'processed', processed_at = now(), updated_at = now(), starts = greatest(own.starts - 1, 0),
+UPDATE txbox_inbox AS inbox
+   SET status = 'processed', processed_at = now(), updated_at = now(), starts = greatest(inbox.starts - 1, 0),
        lease_until = NULL, token = NULL, next_attempt_at = NULL,
-       error_type = NULL, error = NULL, fingerprint = NULL,
-       content_type = CASE WHEN :keep::boolean THEN own.content_type END,
-       headers = CASE WHEN :keep::boolean THEN own.headers END,
-       origin = CASE WHEN :keep::boolean THEN own.origin END,
-       payload = CASE WHEN :keep::boolean THEN own.payload END,
-       has_payload = :keep::boolean AND own.has_payload
+       [settled]
   FROM armed
- WHERE own.consumer = :consumer::text AND own.message_id = ANY((SELECT :rows.message_id::text[])::text[])
-   AND own.token = :lease::text AND own.status = 'processing'
-RETURNING own.message_id
+ WHERE inbox.consumer = :consumer::text AND inbox.message_id = ANY((SELECT :rows.message_id::text[])::text[])
+   AND inbox.token = :lease::text AND inbox.status = 'processing'
+RETURNING inbox.message_id
+
+-- fragment: reclaimed condition
+[armed]
+UPDATE txbox_inbox AS inbox SET status = 'processed', updated_at = now()
+  FROM armed
+ WHERE inbox.consumer = :consumer::text AND inbox.message_id = ANY(:rows.message_id::text[])
+   AND inbox.status [condition]
+RETURNING inbox.message_id
 
 -- name: claim_replay
 -- A replay works on top of a processed row: if it fails, the rollback leaves the row `processed` as it was.
-[armed]
-UPDATE txbox_inbox AS own SET status = 'processed', updated_at = now()
-  FROM armed
- WHERE own.consumer = :consumer::text AND own.message_id = ANY(:rows.message_id::text[]) AND own.status = 'processed'
-RETURNING own.message_id
+[reclaimed = 'processed']
 
 -- name: claim_rehearsal
 -- As claim_replay over a row of any status but one that is being processed; it is never committed.
-[armed]
-UPDATE txbox_inbox AS own SET status = 'processed', updated_at = now()
-  FROM armed
- WHERE own.consumer = :consumer::text AND own.message_id = ANY(:rows.message_id::text[]) AND own.status <> 'processing'
-RETURNING own.message_id
+[reclaimed <> 'processing']
 
 -- name: rehearse_constraints
 -- What would be checked at COMMIT; the guard is among it, and closed by now.
@@ -219,7 +188,7 @@ SELECT set_config('txbox.lock_timeout', current_setting('lock_timeout'), true),
 
 -- name: limit_idle
 -- Where no user code runs, a transaction is idle for milliseconds: after this long its process stands still, or its
--- host is gone, and would hold rows that nobody else gets. A claim, which user code follows, sets a limit of its own.
+-- host is gone, and would hold rows that nobody else gets. A claim, which user code follows, sets another limit.
 SELECT set_config('idle_in_transaction_session_timeout', '30s', true)
 
 -- name: restore_lock_timeout
@@ -231,7 +200,7 @@ SELECT set_config('lock_timeout', coalesce(nullif(current_setting('txbox.lock_ti
 -- name: bound_batch
 -- Instead of restore_lock_timeout, for a claim of several: two batches that lock the same rows in different orders
 -- give up long before deadlock_timeout, and continue message by message. A stricter limit stays.
--- It also sets a mark: the server reports this setting on its own, so we notice without a query when a handler
+-- It also sets a mark: the server reports this setting unasked, so we notice without a query when a handler
 -- ends this transaction. The setting has no effect on a transaction that has already begun.
 SELECT set_config('default_transaction_read_only', 'on', true),
        set_config('lock_timeout',
@@ -266,7 +235,7 @@ pg_catalog.pg_rewrite AS r
 SELECT 1 WHERE EXISTS (SELECT FROM [foreign_functions]) OR EXISTS (SELECT FROM [setting_views])
 
 -- name: setters
--- What sets something beyond its own statement (promise 2.15): functions, by their text or because they name one that
+-- What sets something beyond its statement (promise 2.15): functions, by their text or because they name one that
 -- does; tables with such a function in a trigger, default or constraint, and the tables they are partitions of; views
 -- and policies that use one. Their texts are judged by connections/settings.py.
 WITH RECURSIVE body AS MATERIALIZED (
@@ -340,7 +309,7 @@ SELECT found.*
         LIMIT 1) AS found
 
 -- fragment: closed_guard
--- An open guard (this call is inside a handler run by txbox) is left alone; that handler's own close decides.
+-- An open guard (this call is inside a handler run by txbox) is left alone; that handler's close decides.
 CASE WHEN coalesce(current_setting('txbox.token', true), '') = ''
        OR current_setting('txbox.token', true) = current_setting('txbox.closed', true)
      THEN set_config('txbox.closed', set_config('txbox.token', :token::text, true), true) END
@@ -395,21 +364,6 @@ VALUES (:consumer::text, :message_id::text, 'pending', :topic::text, :type::text
 [unless_there]
 RETURNING message_id
 
--- fragment: anew column
-[column] = CASE WHEN own.message_id = '' THEN excluded.[column] ELSE own.[column] END
-
--- name: quarantine
--- The same message again only increments the counter. Without an id an equal one may be another message: it takes the
--- row anew, so that it is not lost where somebody has already decided on the one before.
-INSERT INTO txbox_quarantine AS own (consumer, message_id, hash, reason, topic, type, key,
-                                     content_type, headers, origin, payload, key_id, kept_bytes)
-VALUES (:consumer::text, :message_id::text, :hash::bytea, :reason::text, :topic::text, :type::text, :key::text,
-        :content_type::text, :headers::text, :origin::text, :payload::bytea, :key_id::text,
-        coalesce(octet_length(:payload::bytea), 0))
-ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE
-   SET seen = own.seen + 1, updated_at = now(), [anew status], [anew headers], [anew payload], [anew kept_bytes], [anew key_id]
-[durable]
-
 -- ---- inbox.py: failures ---------------------------------------------------------------------------------------------
 
 -- name: record_own
@@ -439,20 +393,17 @@ consumer = :consumer::text COLLATE "POSIX" AND status IN ('pending', 'failed')
   ORDER BY head.arrival
   LIMIT 1)
 
--- fragment: is_head
-(own.key IS NULL OR own.arrival = [head arrival, own.consumer, own.key])
+-- fragment: is_head = (inbox.key IS NULL OR inbox.arrival = [head arrival, inbox.consumer, inbox.key])
 
 -- fragment: take
 -- Takes rows that `due` has locked, so their ctids are stable. With an array of ctids, or behind CASE, even stale
--- statistics cannot lead to another plan. Each partition has ctids of its own.
-UPDATE txbox_inbox AS own
-   SET status = 'processing', token = :token::text, starts = own.starts + 1, updated_at = clock_timestamp(),
+-- statistics cannot lead to another plan. Ctids repeat from partition to partition.
+UPDATE txbox_inbox AS inbox
+   SET status = 'processing', token = :token::text, starts = inbox.starts + 1, updated_at = clock_timestamp(),
        lease_until = [in :lease_s]
- WHERE own.ctid = ANY(ARRAY(SELECT place FROM due))
-   AND CASE WHEN own.consumer = :consumer::text THEN own.message_id = ANY(ARRAY(SELECT message_id FROM due)) END
-RETURNING own.message_id, own.topic, own.type, own.key, own.sequence, [time own.received_at], own.payload_hash,
-          own.attempts, own.starts, own.content_type, own.headers, own.origin, own.payload,
-          own.has_payload, own.key_id, own.arrival
+ WHERE inbox.ctid = ANY(ARRAY(SELECT place FROM due))
+   AND CASE WHEN inbox.consumer = :consumer::text THEN inbox.message_id = ANY(ARRAY(SELECT message_id FROM due)) END
+RETURNING [message starts]
 
 -- name: store_leased
 -- store for rows that are leased from the start: nobody else ever sees them waiting.
@@ -461,7 +412,6 @@ INSERT INTO txbox_inbox (consumer, message_id, status, token, lease_until, start
 SELECT :consumer::text, m.message_id, 'processing', :token::text,
        [in :lease_s], 1, m.topic, m.type, m.key, m.sequence, m.payload_hash, now(),
        m.content_type, m.headers, m.origin, m.payload, true, :key_id::text
-
   FROM [messages]
 [unless_there]
 RETURNING message_id, [time received_at], arrival
@@ -470,7 +420,6 @@ RETURNING message_id, [time received_at], arrival
 -- Picks and takes in one statement, in the order of the index txbox_inbox_due, so the cost does not depend on how
 -- much waits behind. Materialised, here and wherever a LIMIT picks rows: if a join scanned the SELECT again, it
 -- would skip the rows already taken and pick others.
-
 WITH due AS MATERIALIZED (
        SELECT message_id, ctid AS place FROM txbox_inbox
         WHERE [is_due starts = 0]
@@ -484,12 +433,12 @@ WITH due AS MATERIALIZED (
 -- with it; the one due longest, so that newer ones cannot keep it waiting. There are few of these, so one statement
 -- serves all consumers, and sorts them; ordered ones take heads only.
 WITH due AS MATERIALIZED (
-       SELECT own.message_id, own.ctid AS place FROM txbox_inbox AS own
+       SELECT inbox.message_id, inbox.ctid AS place FROM txbox_inbox AS inbox
         WHERE [is_due starts > 0]
           AND (NOT :heads_only::boolean OR [is_head])
         ORDER BY next_attempt_at, arrival
         LIMIT 1
-          FOR UPDATE OF own SKIP LOCKED)
+          FOR UPDATE OF inbox SKIP LOCKED)
 [take]
 
 -- name: lease_ordered
@@ -526,12 +475,12 @@ WITH RECURSIVE seen AS MATERIALIZED (
        SELECT free.message_id, free.place
          FROM candidate
         CROSS JOIN LATERAL (
-              SELECT own.message_id, own.ctid AS place FROM txbox_inbox AS own
-               WHERE own.consumer = :consumer::text AND own.message_id = candidate.message_id
-                 AND CASE WHEN own.status IN ('pending', 'failed') AND own.has_payload
-                           AND own.starts = 0 AND own.next_attempt_at <= statement_timestamp()
+              SELECT inbox.message_id, inbox.ctid AS place FROM txbox_inbox AS inbox
+               WHERE inbox.consumer = :consumer::text AND inbox.message_id = candidate.message_id
+                 AND CASE WHEN inbox.status IN ('pending', 'failed') AND inbox.has_payload
+                           AND inbox.starts = 0 AND inbox.next_attempt_at <= statement_timestamp()
                           THEN [is_head] END
-                 FOR UPDATE OF own SKIP LOCKED) AS free
+                 FOR UPDATE OF inbox SKIP LOCKED) AS free
         LIMIT :limit::integer)
 [take]
 
@@ -539,12 +488,12 @@ WITH RECURSIVE seen AS MATERIALIZED (
 -- lease_ordered for a single key whose turn it is. Used after running the predecessor, to avoid looking at other
 -- keys.
 WITH due AS MATERIALIZED (
-       SELECT own.message_id, own.ctid AS place FROM txbox_inbox AS own
-        WHERE own.consumer = :consumer::text
-          AND own.message_id = [head message_id, :consumer::text, :key::text]
-          AND CASE WHEN own.status IN ('pending', 'failed') AND own.has_payload
-                   THEN own.starts = 0 AND own.next_attempt_at <= clock_timestamp() END
-          FOR UPDATE OF own SKIP LOCKED)
+       SELECT inbox.message_id, inbox.ctid AS place FROM txbox_inbox AS inbox
+        WHERE inbox.consumer = :consumer::text
+          AND inbox.message_id = [head message_id, :consumer::text, :key::text]
+          AND CASE WHEN inbox.status IN ('pending', 'failed') AND inbox.has_payload
+                   THEN inbox.starts = 0 AND inbox.next_attempt_at <= clock_timestamp() END
+          FOR UPDATE OF inbox SKIP LOCKED)
 [take]
 
 -- nothing: lease_stored
@@ -552,12 +501,12 @@ WITH due AS MATERIALIZED (
 
 -- name: heartbeat
 -- SKIP LOCKED: a row inside its handler's transaction needs no heartbeat, and waiting for it would block.
-UPDATE txbox_inbox AS own SET lease_until = [in :lease_s]
+UPDATE txbox_inbox AS inbox SET lease_until = [in :lease_s]
   FROM (SELECT consumer, message_id FROM txbox_inbox
          WHERE consumer = :consumer::text AND message_id = ANY(:rows.message_id::text[])
            AND token = :token::text AND status = 'processing'
            FOR UPDATE SKIP LOCKED) AS held
- WHERE own.consumer = held.consumer AND own.message_id = held.message_id
+ WHERE inbox.consumer = held.consumer AND inbox.message_id = held.message_id
 
 -- name: rescue
 -- The start stays counted, because its run never ended. SKIP LOCKED: a locked row is alive.
@@ -568,47 +517,41 @@ WITH expired AS MATERIALIZED (
         ORDER BY lease_until
         LIMIT :limit::integer
           FOR UPDATE SKIP LOCKED)
-UPDATE txbox_inbox AS own
-   SET status = CASE WHEN own.starts >= :max_starts::integer THEN 'dead' ELSE 'failed' END,
+UPDATE txbox_inbox AS inbox
+   SET status = CASE WHEN inbox.starts >= :max_starts::integer THEN 'dead' ELSE 'failed' END,
        lease_until = NULL, token = NULL, updated_at = clock_timestamp(), next_attempt_at = clock_timestamp(),
-       error_type = CASE WHEN own.starts >= :max_starts::integer THEN 'KilledItsProcess' ELSE 'LeaseExpired' END,
-       error = CASE WHEN own.starts >= :max_starts::integer
-                    THEN 'killed its process: ' || own.starts::text || ' runs never ended' ELSE 'lease expired' END,
+       error_type = CASE WHEN inbox.starts >= :max_starts::integer THEN 'KilledItsProcess' ELSE 'LeaseExpired' END,
+       error = CASE WHEN inbox.starts >= :max_starts::integer
+                    THEN 'killed its process: ' || inbox.starts::text || ' runs never ended' ELSE 'lease expired' END,
        fingerprint = NULL
   FROM expired
- WHERE own.consumer = expired.consumer AND own.message_id = expired.message_id
-RETURNING own.consumer, own.message_id, own.topic, own.starts, own.status, own.attempts, own.error_type, own.error
+ WHERE inbox.consumer = expired.consumer AND inbox.message_id = expired.message_id
+RETURNING inbox.consumer, inbox.message_id, topic, starts, status, attempts, error_type, error
 
 -- ---- order.py -------------------------------------------------------------------------------------------------------
-
--- name: sequence_done
--- Never goes back: a late version leaves the higher one in place.
-INSERT INTO txbox_sequence (consumer, key, last) VALUES (:consumer::text, :key::text, :sequence::bigint)
-ON CONFLICT ON CONSTRAINT txbox_sequence_pkey
-DO UPDATE SET last = greatest(txbox_sequence.last, excluded.last), updated_at = clock_timestamp()
 
 -- ---- jobs.py --------------------------------------------------------------------------------------------------------
 
 -- name: anchor_history
 -- Changes when commits may be missing: another server, a restart, a restored database or table.
 -- Even with synchronous_commit=off, what is anchored must be durable, and so must everything committed before.
-SELECT concat_ws('/', extract(epoch FROM pg_postmaster_start_time())::text, own.oid::text,
+SELECT concat_ws('/', extract(epoch FROM pg_postmaster_start_time())::text, here.oid::text,
                  'txbox_job'::regclass::oid::text),
        [flushed]
-  FROM pg_database own
- WHERE own.datname = current_database()
+  FROM pg_database here
+ WHERE here.datname = current_database()
 
 -- name: anchor_read
 SELECT name, state::bigint FROM txbox_job WHERE name = ANY(:rows.name::text[])
 
 -- name: anchor_advance
 -- Never goes back, whoever writes. Always in the same order, so that two writers do not deadlock.
-INSERT INTO txbox_job AS own (name, state)
+INSERT INTO txbox_job AS job (name, state)
 SELECT moved.name, moved.position::text
   FROM unnest(:rows.name::text[], :rows.position::bigint[]) AS moved(name, position)
  ORDER BY moved.name
 ON CONFLICT (name) DO UPDATE
-   SET state = greatest(own.state::bigint, excluded.state::bigint)::text, updated_at = clock_timestamp()
+   SET state = greatest(job.state::bigint, excluded.state::bigint)::text, updated_at = clock_timestamp()
 
 -- nothing: prune
 -- prune_blocks walks the rows in physical order instead.
@@ -627,10 +570,10 @@ WITH old AS MATERIALIZED (
           AND tableoid = ANY(:rows.relation::bigint[]::oid[])
         LIMIT :limit::integer
           FOR UPDATE SKIP LOCKED)
-DELETE FROM txbox_inbox AS own
+DELETE FROM txbox_inbox AS inbox
  USING old
- WHERE own.consumer = old.consumer AND own.message_id = old.message_id
-RETURNING own.consumer, own.message_id
+ WHERE inbox.consumer = old.consumer AND inbox.message_id = old.message_id
+RETURNING inbox.consumer, inbox.message_id
 
 -- name: prune_begin
 -- A batch undone by a crash is simply repeated, so nobody waits for its flush, and it takes no disk time from others.
@@ -643,8 +586,8 @@ DELETE FROM txbox_attempt AS gone
 
 -- name: prune_orphans
 -- Attempts whose messages were dropped with their partition.
-DELETE FROM txbox_attempt AS own
- WHERE own.number IN (SELECT gone.number FROM txbox_attempt AS gone
+DELETE FROM txbox_attempt AS attempt
+ WHERE attempt.number IN (SELECT gone.number FROM txbox_attempt AS gone
                        WHERE gone.recorded_at < now() - make_interval(secs => :older_than_s::double precision)
                          AND NOT EXISTS (SELECT 1 FROM txbox_inbox AS kept
                                           WHERE kept.consumer = gone.consumer AND kept.message_id = gone.message_id)
@@ -656,9 +599,9 @@ WITH old AS MATERIALIZED (
         WHERE [outgoing_past]
         LIMIT :limit::integer
           FOR UPDATE SKIP LOCKED)
-DELETE FROM txbox_outbox AS own
+DELETE FROM txbox_outbox AS outbox
  USING old
- WHERE own.id = old.id
+ WHERE outbox.id = old.id
 
 -- name: prune_quarantine
 WITH old AS MATERIALIZED (
@@ -666,14 +609,9 @@ WITH old AS MATERIALIZED (
         WHERE [decided]
         LIMIT :limit::integer
           FOR UPDATE SKIP LOCKED)
-DELETE FROM txbox_quarantine AS own
+DELETE FROM txbox_quarantine AS quarantine
  USING old
- WHERE own.consumer = old.consumer AND own.message_id = old.message_id AND own.hash = old.hash
-
--- name: drop_quarantined
-UPDATE txbox_quarantine AS own SET payload = NULL, kept_bytes = 0
-  FROM unnest(:rows.consumer::text[], :rows.message_id::text[], :rows.hash::bytea[]) AS m(consumer, message_id, hash)
- WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.hash = m.hash
+ WHERE quarantine.consumer = old.consumer AND quarantine.message_id = old.message_id AND quarantine.hash = old.hash
 
 -- name: second_of_day
 SELECT mod(extract(epoch FROM clock_timestamp())::numeric, 86400)::double precision
@@ -686,10 +624,10 @@ WITH old AS MATERIALIZED (
           AND processed_at < [ago :older_than_s]
         LIMIT :limit::integer
           FOR UPDATE SKIP LOCKED)
-UPDATE txbox_inbox AS own
+UPDATE txbox_inbox AS inbox
    SET payload = NULL, headers = NULL, origin = NULL, content_type = NULL, has_payload = false
   FROM old
- WHERE own.consumer = old.consumer AND own.message_id = old.message_id
+ WHERE inbox.consumer = old.consumer AND inbox.message_id = old.message_id
 
 -- name: due
 -- One query for a whole worker: in how many seconds each consumer's next row is due, and the outbox's under the
@@ -720,28 +658,29 @@ SELECT soon.consumer, extract(epoch FROM soon.at - clock_timestamp())::double pr
 -- name: partitions
 -- The tables that hold the rows: the inbox itself, or its partitions. With the bounds of range partitions, the
 -- number of blocks of each, and the current time.
-SELECT own.oid::bigint, own.relname::text,
-       substring(pg_get_expr(own.relpartbound, own.oid) FROM 'FROM \(''([^'']*)''\)'),
-       substring(pg_get_expr(own.relpartbound, own.oid) FROM 'TO \(''([^'']*)''\)'),
-       pg_relation_size(own.oid::regclass) / current_setting('block_size')::bigint,
+SELECT part.oid::bigint, part.relname::text,
+       substring(pg_get_expr(part.relpartbound, part.oid) FROM 'FROM \(''([^'']*)''\)'),
+       substring(pg_get_expr(part.relpartbound, part.oid) FROM 'TO \(''([^'']*)''\)'),
+       pg_relation_size(part.oid::regclass) / current_setting('block_size')::bigint,
        extract(epoch FROM clock_timestamp())::double precision
-  FROM pg_class AS own
- WHERE (own.oid = 'txbox_inbox'::regclass::oid AND own.relkind = 'r')
-    OR own.oid IN (SELECT inhrelid FROM pg_inherits WHERE inhparent = 'txbox_inbox'::regclass::oid)
- ORDER BY own.relname
+  FROM pg_class AS part
+ WHERE (part.oid = 'txbox_inbox'::regclass::oid AND part.relkind = 'r')
+    OR part.oid IN (SELECT inhrelid FROM pg_inherits WHERE inhparent = 'txbox_inbox'::regclass::oid)
+ ORDER BY part.relname
 
 -- name: partitions_detached
 -- txbox_partition_detach sets this comment.
-SELECT own.relname::text
+SELECT detached.relname::text
   FROM pg_class AS inbox
-  JOIN pg_class AS own ON own.relnamespace = inbox.relnamespace AND own.relkind = 'r' AND NOT own.relispartition
+  JOIN pg_class AS detached ON detached.relnamespace = inbox.relnamespace AND detached.relkind = 'r'
+                           AND NOT detached.relispartition
  WHERE inbox.oid = 'txbox_inbox'::regclass::oid
-   AND obj_description(own.oid, 'pg_class'::name) = own.relname::text || ': to be dropped by txbox'
- ORDER BY own.relname
+   AND obj_description(detached.oid, 'pg_class'::name) = detached.relname::text || ': to be dropped by txbox'
+ ORDER BY detached.relname
 
 -- name: partition_begin
--- What a crash undoes is repeated, and nothing later becomes durable before it. So whoever waits for the inbox does
--- not wait for the disk.
+-- What a crash undoes is repeated, and nothing later becomes durable before it. Callers
+-- wait for the lock, not for the flush.
 SELECT set_config('lock_timeout', :lock_timeout_ms::text, true), set_config('synchronous_commit', 'off', true)
 
 -- name: partition_make
@@ -772,78 +711,76 @@ SELECT pg_advisory_xact_lock(8389754677)
 -- nothing: schema_unlock
 -- The lock ends with its transaction.
 
+-- fragment: our_tables kinds
+-- Those beside txbox_schema, and their partitions.
+pg_class AS home
+  JOIN pg_class AS relation ON home.oid = to_regclass('txbox_schema')::oid
+                           AND relation.relnamespace = home.relnamespace AND relation.relkind IN ([kinds])
+                           AND relation.relname LIKE 'txbox\_%'
+
 -- name: session
 -- What `schema.unfit` judges: settings by their names, and the tables whose row security applies to this role.
 SELECT name::text, setting FROM pg_settings
  WHERE name IN ('client_encoding', 'server_encoding', 'array_nulls', 'extra_float_digits', 'standard_conforming_strings')
  UNION ALL
-SELECT 'row_security', string_agg(own.relname::text, ', ' ORDER BY own.relname)
-  FROM pg_class AS home
-  JOIN pg_class AS own ON own.relnamespace = home.relnamespace AND own.relkind IN ('r', 'p')
-                      AND NOT own.relispartition AND own.relname LIKE 'txbox\_%'
- WHERE home.oid = to_regclass('txbox_schema')::oid AND row_security_active(own.oid)
+SELECT 'row_security', string_agg(relation.relname::text, ', ' ORDER BY relation.relname)
+  FROM [our_tables 'r', 'p'] WHERE NOT relation.relispartition AND row_security_active(relation.oid)
 
 -- name: guard_check
 -- The guard works only while its trigger fires on every partition, whatever the replication role.
 SELECT NOT EXISTS (SELECT 1
                      FROM (SELECT 'txbox_inbox'::regclass::oid
                             UNION ALL
-                           SELECT inhrelid FROM pg_inherits WHERE inhparent = 'txbox_inbox'::regclass::oid) AS own(relation)
+                           SELECT inhrelid FROM pg_inherits WHERE inhparent = 'txbox_inbox'::regclass::oid) AS part(oid)
                     WHERE NOT EXISTS (SELECT 1 FROM pg_trigger
-                                       WHERE tgname = 'txbox_inbox_guard' AND tgrelid = own.relation
+                                       WHERE tgname = 'txbox_inbox_guard' AND tgrelid = part.oid
                                          AND tgenabled = 'A')) AS triggers,
        current_setting('session_replication_role') AS role
 
 -- name: schema_creators
 -- Who may create objects in the tables' schema, besides their owners and superusers. An operator or function
 -- created there wins over pg_catalog's in every statement whose types it fits better.
-SELECT CASE WHEN own.grantee = 0 THEN 'PUBLIC' ELSE role.rolname::text END
+SELECT CASE WHEN acl.grantee = 0 THEN 'PUBLIC' ELSE role.rolname::text END
   FROM pg_class AS home
   JOIN pg_namespace AS n ON n.oid = home.relnamespace
- CROSS JOIN LATERAL aclexplode(n.nspacl) AS own
-  LEFT JOIN pg_roles AS role ON role.oid = own.grantee
- WHERE home.oid = 'txbox_schema'::regclass::oid AND own.privilege_type = 'CREATE'
-   AND own.grantee <> n.nspowner AND own.grantee <> home.relowner AND NOT coalesce(role.rolsuper, false)
+ CROSS JOIN LATERAL aclexplode(n.nspacl) AS acl
+  LEFT JOIN pg_roles AS role ON role.oid = acl.grantee
+ WHERE home.oid = 'txbox_schema'::regclass::oid AND acl.privilege_type = 'CREATE'
+   AND acl.grantee <> n.nspowner AND acl.grantee <> home.relowner AND NOT coalesce(role.rolsuper, false)
  ORDER BY 1
 
 -- ---- admin/look.py, admin/changes.py, admin/replay.py ---------------------------------------------------------------
 
 -- name: bound_look
--- A page that takes longer is none: the index for what it asks is missing.
+-- Cancelled: no index serves this filter.
 SELECT set_config('statement_timeout', :statement_ms::text, true), set_config('jit', 'off', true)
 
--- name: inbox_newest
+-- fragment: newest table column
 -- The greatest number so far; there is no index to ask. Whoever may not read the sequence pays with a look at all rows.
-SELECT CASE WHEN has_sequence_privilege(own.counter, 'USAGE, SELECT') THEN coalesce(pg_sequence_last_value(own.counter), 0)
-            ELSE (SELECT coalesce(max(arrival), 0) FROM txbox_inbox) END
-  FROM (SELECT pg_get_serial_sequence('txbox_inbox', 'arrival')::regclass AS counter) AS own
+SELECT CASE WHEN has_sequence_privilege(sequence.oid, 'USAGE, SELECT')
+            THEN coalesce(pg_sequence_last_value(sequence.oid), 0)
+            ELSE (SELECT coalesce(max([column]), 0) FROM txbox_[table]) END
+  FROM (SELECT pg_get_serial_sequence('txbox_[table]', '[column]')::regclass AS oid) AS sequence
+
+-- name: inbox_newest
+[newest inbox, arrival]
 
 -- name: outbox_newest
--- As inbox_newest.
-SELECT CASE WHEN has_sequence_privilege(own.counter, 'USAGE, SELECT') THEN coalesce(pg_sequence_last_value(own.counter), 0)
-            ELSE (SELECT coalesce(max(number), 0) FROM txbox_outbox) END
-  FROM (SELECT pg_get_serial_sequence('txbox_outbox', 'number')::regclass AS counter) AS own
+[newest outbox, number]
 
 -- name: sizes
 -- In bytes, including TOAST and maps but not indexes; for a partitioned table the sum.
-SELECT own.relname::text, sum(pg_table_size(part.oid::regclass))::bigint, sum(pg_indexes_size(part.oid::regclass))::bigint, count(*)
-  FROM pg_class AS home
-  JOIN pg_class AS own ON own.relnamespace = home.relnamespace AND own.relkind IN ('r', 'p')
-                      AND NOT own.relispartition AND own.relname LIKE 'txbox\_%'
- CROSS JOIN LATERAL (SELECT own.oid WHERE own.relkind = 'r'
+SELECT relation.relname::text, sum(pg_table_size(part.oid::regclass))::bigint,
+       sum(pg_indexes_size(part.oid::regclass))::bigint, count(*)
+  FROM [our_tables 'r', 'p']
+ CROSS JOIN LATERAL (SELECT relation.oid WHERE relation.relkind = 'r'
                       UNION ALL
-                     SELECT inhrelid FROM pg_inherits WHERE inhparent = own.oid AND own.relkind = 'p') AS part(oid)
- WHERE home.oid = 'txbox_schema'::regclass::oid
- GROUP BY own.relname ORDER BY own.relname
+                     SELECT inhrelid FROM pg_inherits
+                      WHERE inhparent = relation.oid AND relation.relkind = 'p') AS part(oid)
+ WHERE NOT relation.relispartition
+ GROUP BY relation.relname ORDER BY relation.relname
 
 -- For each table: a page, a whole row, how many rows a change affects, one batch of them, and the changes.
-
--- name: inbox_states
--- What became of messages that were retried.
-SELECT own.consumer, own.message_id, own.status, own.attempts, own.fingerprint
-  FROM txbox_inbox AS own
-  JOIN unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
-    ON own.consumer = m.consumer AND own.message_id = m.message_id
 
 -- name: inbox_count
 -- What inbox_select would find in all batches of each consumer, and how many of those are spared. Takes no locks.
@@ -856,58 +793,22 @@ SELECT status, consumer, count(*), count(*) FILTER (WHERE error_type = :spared::
    AND [inbox_filter]
  GROUP BY status, consumer ORDER BY consumer
 
--- name: inbox_retry
--- Grants a full new budget of attempts; the history stays in txbox_attempt.
-UPDATE txbox_inbox AS own
-   SET status = 'failed', attempts = 0, starts = 0, next_attempt_at = clock_timestamp(), updated_at = clock_timestamp(),
-       lease_until = NULL, token = NULL
-  FROM unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
- WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.status IN ('dead', 'failed')
-
--- name: inbox_discard
-UPDATE txbox_inbox AS own
-   SET status = 'discarded', processed_at = clock_timestamp(), updated_at = clock_timestamp(), next_attempt_at = NULL,
-       lease_until = NULL, token = NULL
-  FROM unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
- WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.status IN ('dead', 'failed', 'pending')
-
--- name: edit_set_aside
--- What stands in the row stays readable in the quarantine, under the hash of its payload. Its bytes do not count
--- there: it is no stranger's doing, and is kept as long as its message.
-INSERT INTO txbox_quarantine AS own (consumer, message_id, hash, status, reason, topic, type, key,
-                                     content_type, headers, origin, payload, key_id)
-SELECT consumer, message_id, :hash::bytea, 'replaced', :reason::text, topic, type, key,
-       content_type, :headers::text, origin, :payload::bytea, :key_id::text
-  FROM txbox_inbox WHERE consumer = :consumer::text AND message_id = :message_id::text
-ON CONFLICT ON CONSTRAINT txbox_quarantine_pkey DO UPDATE
-   SET status = CASE WHEN own.status = 'quarantined' THEN own.status ELSE 'replaced' END,
-       reason = CASE WHEN own.status = 'quarantined' THEN own.reason ELSE excluded.reason END,
-       headers = excluded.headers, payload = excluded.payload, key_id = excluded.key_id, updated_at = clock_timestamp()
-
 -- fragment: ahead_of_it route
 -- Of each route by itself, as the index has them in their order.
 (SELECT head.id, head.number FROM txbox_outbox AS head
               WHERE head.status = 'pending' AND head.route = [route]
-                AND head.topic = own.topic AND head.key = own.key
-                AND head.number < own.number
+                AND head.topic = outbox.topic AND head.key = outbox.key
+                AND head.number < outbox.number
                 AND (head.token IS NOT NULL OR head.attempts > 0 OR head.available_at = head.staged_at
                      OR head.available_at <= now())
               ORDER BY head.number LIMIT 1)
 
 -- fragment: before_it
-(SELECT first.id FROM ([ahead_of_it own.route] UNION ALL [ahead_of_it '']) AS first
+(SELECT first.id FROM ([ahead_of_it outbox.route] UNION ALL [ahead_of_it '']) AS first
              ORDER BY first.number LIMIT 1)
 
--- name: quarantine_end
--- Once decided, the content is no longer needed and is dropped; the row stays for its retention time.
-UPDATE txbox_quarantine AS own
-   SET status = :status::text, payload = NULL, kept_bytes = 0, headers = NULL, updated_at = clock_timestamp()
-  FROM unnest(:rows.consumer::text[], :rows.message_id::text[], :rows.hash::bytea[]) AS m(consumer, message_id, hash)
- WHERE own.consumer = m.consumer AND own.message_id = m.message_id AND own.hash = m.hash
-   AND own.status = 'quarantined'
-
 -- ---- admin/doctor ---------------------------------------------------------------------------------------------------
--- None of these reads a table through: names are found by jumps in an index, and rows are counted up to a limit.
+-- No full scans: names come from index skip scans, and rows are counted up to a limit.
 
 -- name: doctor_settings
 -- Lengths of time in milliseconds, as pg_settings has them.
@@ -919,54 +820,47 @@ SELECT name::text, setting FROM pg_settings
 SELECT 'in_recovery', CASE WHEN pg_is_in_recovery() THEN 'on' ELSE 'off' END
  UNION ALL
 -- What connections that are not ours have, unless they say otherwise; of two, that of the role in this database.
-(SELECT 'role_encoding', split_part(own.text, '=', 2)
+(SELECT 'role_encoding', split_part(entry.text, '=', 2)
   FROM pg_db_role_setting AS setting
- CROSS JOIN unnest(setting.setconfig) AS own(text)
+ CROSS JOIN unnest(setting.setconfig) AS entry(text)
  WHERE setting.setdatabase IN (0, (SELECT oid FROM pg_database WHERE datname = current_database()))
    AND setting.setrole IN (0, (SELECT oid FROM pg_roles WHERE rolname = session_user))
-   AND own.text LIKE 'client_encoding=%'
+   AND entry.text LIKE 'client_encoding=%'
  ORDER BY setting.setrole = 0, setting.setdatabase = 0
  LIMIT 1)
 
 -- name: doctor_backend
--- A pooler that knows prepared statements gives them names of its own.
+-- A pooler that knows prepared statements gives them other names.
 SELECT pg_backend_pid(), EXISTS (SELECT 1 FROM pg_prepared_statements WHERE name LIKE 'txbox\_%')
 
 -- name: doctor_columns
-SELECT own.relname::text, part.attname::text
-  FROM pg_class AS home
-  JOIN pg_class AS own ON own.relnamespace = home.relnamespace AND own.relkind IN ('r', 'p', 'v')
-                      AND NOT own.relispartition AND own.relname LIKE 'txbox\_%'
-  JOIN pg_attribute AS part ON part.attrelid = own.oid AND part.attnum > 0 AND NOT part.attisdropped
- WHERE home.oid = 'txbox_schema'::regclass::oid
+SELECT relation.relname::text, part.attname::text
+  FROM [our_tables 'r', 'p', 'v']
+  JOIN pg_attribute AS part ON part.attrelid = relation.oid AND part.attnum > 0 AND NOT part.attisdropped
+ WHERE NOT relation.relispartition
 
 -- name: doctor_indexes
 -- Those of partitions, too: one that was being built when its session ended is there, and nobody uses it.
-SELECT own.relname::text, index.relname::text, part.indisvalid AND part.indisready AND part.indislive
-  FROM pg_class AS home
-  JOIN pg_class AS own ON own.relnamespace = home.relnamespace AND own.relkind IN ('r', 'p')
-                      AND own.relname LIKE 'txbox\_%'
-  JOIN pg_index AS part ON part.indrelid = own.oid
+SELECT relation.relname::text, index.relname::text, part.indisvalid AND part.indisready AND part.indislive
+  FROM [our_tables 'r', 'p']
+  JOIN pg_index AS part ON part.indrelid = relation.oid
   JOIN pg_class AS index ON index.oid = part.indexrelid
- WHERE home.oid = 'txbox_schema'::regclass::oid
 
 -- name: doctor_functions
-SELECT own.proname::text, own.prosrc
+SELECT function.proname::text, function.prosrc
   FROM pg_class AS home
-  JOIN pg_proc AS own ON own.pronamespace = home.relnamespace AND own.proname LIKE 'txbox\_%'
+  JOIN pg_proc AS function ON function.pronamespace = home.relnamespace AND function.proname LIKE 'txbox\_%'
  WHERE home.oid = 'txbox_schema'::regclass::oid
 
 -- name: doctor_storage
 -- What the statistics collector counts, which is no look at the tables.
-SELECT own.relname::text, seen.n_live_tup, seen.n_dead_tup,
-       coalesce((SELECT option_value::boolean FROM pg_options_to_table(own.reloptions)
+SELECT relation.relname::text, seen.n_live_tup, seen.n_dead_tup,
+       coalesce((SELECT option_value::boolean FROM pg_options_to_table(relation.reloptions)
                   WHERE option_name = 'autovacuum_enabled'), true),
        extract(epoch FROM clock_timestamp() - greatest(seen.last_vacuum, seen.last_autovacuum))::double precision
-  FROM pg_class AS home
-  JOIN pg_class AS own ON own.relnamespace = home.relnamespace AND own.relkind = 'r' AND own.relname LIKE 'txbox\_%'
-  JOIN pg_stat_user_tables AS seen ON seen.relid = own.oid
- WHERE home.oid = 'txbox_schema'::regclass::oid
- ORDER BY own.relname
+  FROM [our_tables 'r']
+  JOIN pg_stat_user_tables AS seen ON seen.relid = relation.oid
+ ORDER BY relation.relname
 
 -- name: doctor_transactions
 -- The oldest one of somebody else that holds back vacuum here; and whether this role may see them all.
@@ -987,34 +881,7 @@ SELECT application_name, coalesce(extract(epoch FROM replay_lag), 0)::double pre
        CASE WHEN NOT pg_is_in_recovery() THEN pg_wal_lsn_diff(pg_current_wal_lsn(), replay_lsn) END::bigint, sync_state
   FROM pg_stat_replication WHERE state = 'streaming'
 
--- name: doctor_consumers
--- Who has rows of a status, by a jump in the index for each of them, however many rows they have.
-WITH RECURSIVE found(status, consumer) AS (
-    SELECT asked.status,
-           (SELECT own.consumer FROM txbox_inbox AS own
-             WHERE own.status <> 'processed' AND own.status = asked.status
-             ORDER BY own.consumer COLLATE "POSIX" LIMIT 1)
-      FROM (VALUES ('pending'), ('failed'), ('processing'), ('dead')) AS asked(status)
-     UNION ALL
-    SELECT last.status,
-           (SELECT own.consumer FROM txbox_inbox AS own
-             WHERE own.status <> 'processed' AND own.status = last.status
-               AND own.consumer > last.consumer COLLATE "POSIX"
-             ORDER BY own.consumer COLLATE "POSIX" LIMIT 1)
-      FROM found AS last WHERE last.consumer IS NOT NULL
-)
-SELECT status, consumer FROM found WHERE consumer IS NOT NULL LIMIT :limit::integer
-
 -- ---- admin/found.py -------------------------------------------------------------------------------------------------
-
--- name: explain_inbox
--- Which of these keys there are; LATERAL with LIMIT as in classify.
-SELECT found.*
-  FROM unnest(:rows.consumer::text[], :rows.message_id::text[]) AS m(consumer, message_id)
- CROSS JOIN LATERAL (
-       SELECT own.consumer, own.message_id, own.status, own.topic FROM txbox_inbox AS own
-        WHERE own.consumer = m.consumer AND own.message_id = m.message_id
-        LIMIT 1) AS found
 
 -- name: explain_outbox
 -- Which of these outgoing messages there are.
@@ -1028,23 +895,23 @@ SELECT found.*
 -- name: explain_holder
 -- The open transaction that has locked or changed this row: its id stands in the row, and while it is open it
 -- holds a lock on that id. What pg_stat_activity hides from this role is NULL.
-SELECT own.pid, act.usename::text, act.application_name, act.state,
+SELECT lock.pid, act.usename::text, act.application_name, act.state,
        extract(epoch FROM clock_timestamp() - act.xact_start)::double precision
   FROM (SELECT xmax AS holder FROM txbox_inbox
          WHERE consumer = :consumer::text AND message_id = :message_id::text) AS held
-  JOIN pg_locks AS own ON own.locktype = 'transactionid' AND own.granted AND own.transactionid = held.holder
-  LEFT JOIN pg_stat_activity AS act ON act.pid = own.pid
+  JOIN pg_locks AS lock ON lock.locktype = 'transactionid' AND lock.granted AND lock.transactionid = held.holder
+  LEFT JOIN pg_stat_activity AS act ON act.pid = lock.pid
 
 -- name: explain_writers
 -- Open transactions that have written to the inbox, oldest first: rows that they have inserted are not seen.
-SELECT own.pid, act.usename::text, act.application_name, act.state,
+SELECT lock.pid, act.usename::text, act.application_name, act.state,
        extract(epoch FROM clock_timestamp() - act.xact_start)::double precision
-  FROM pg_locks AS own
-  LEFT JOIN pg_stat_activity AS act ON act.pid = own.pid
- WHERE own.locktype = 'relation' AND own.granted AND own.mode = 'RowExclusiveLock'
-   AND own.relation = 'txbox_inbox'::regclass::oid
-   AND own.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-   AND own.pid <> pg_backend_pid()
+  FROM pg_locks AS lock
+  LEFT JOIN pg_stat_activity AS act ON act.pid = lock.pid
+ WHERE lock.locktype = 'relation' AND lock.granted AND lock.mode = 'RowExclusiveLock'
+   AND lock.relation = 'txbox_inbox'::regclass::oid
+   AND lock.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+   AND lock.pid <> pg_backend_pid()
  ORDER BY act.xact_start
  LIMIT :limit::integer
 
@@ -1067,14 +934,14 @@ SELECT m.id, m.topic, m.type, m.key, m.content_type, m.headers, m.payload, :key_
        WITH ORDINALITY AS m(id, topic, type, key, content_type, headers, payload, cause_consumer, cause_id, delay_s,
                             route, position)
  ORDER BY m.position
-ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING
+[unless_staged]
 
 -- fragment: staging_single
 [staged]
 VALUES (:id::text, :topic::text, :type::text, :key::text, :content_type::text, :headers::text, :payload::bytea,
         :key_id::text, :cause_consumer::text, :cause_id::text,
         now() + make_interval(secs => :delay_s::double precision), :route::text)
-ON CONFLICT ON CONSTRAINT txbox_outbox_pkey DO NOTHING
+[unless_staged]
 
 -- fragment: notifying insert
 -- Plus a notification at commit for relays that listen; one round trip.
@@ -1096,60 +963,39 @@ SELECT pg_notify('txbox_outbox', '')
 -- name: stage_lock
 -- Nobody else can stage in order under these keys until the caller's transaction ends, so numbers are committed in
 -- order. Sorted by the caller.
-SELECT pg_advisory_xact_lock(own.lock) FROM unnest(:rows.lock::bigint[]) AS own(lock)
+SELECT pg_advisory_xact_lock(wanted.lock) FROM unnest(:rows.lock::bigint[]) AS wanted(lock)
+
+-- fragment: route_keys
+SELECT m.route, m.topic, m.key
+  FROM unnest(:rows.route::text[], :rows.topic::text[], :rows.key::text[]) AS m(route, topic, key)
 
 -- fragment: page route topics
 -- now() bounds the index scan, which with clock_timestamp() would read every delayed row.
 (SELECT id, number, topic, key, available_at, coalesce(octet_length(payload), 0) AS payload_bytes, type
            FROM txbox_outbox
           WHERE status = 'pending' AND route = [route] AND available_at <= now()
-            AND (available_at, number) > (coalesce(to_timestamp(:after_at::double precision), '-infinity'), :after_number::bigint)
+            AND (available_at, number)
+                > (coalesce(to_timestamp(:after_at::double precision), '-infinity'), :after_number::bigint)
             AND [topics]
           ORDER BY available_at, number
           LIMIT :limit::integer)
 
--- name: relay_heads
--- For each key and type, the first row that must not be overtaken, and how many there are up to :last. A row staged
--- with a delay counts once the delay is over. Any other counts even if it is not due yet by this transaction's clock,
--- which stopped when the transaction began.
-SELECT topic, key, type, min(number), count(*)
-  FROM txbox_outbox
- WHERE status = 'pending' AND key IS NOT NULL AND number <= :last::bigint
-   AND (route, topic, key) IN (SELECT m.route, m.topic, m.key
-                                 FROM unnest(:rows.route::text[], :rows.topic::text[], :rows.key::text[])
-                                      AS m(route, topic, key))
-   AND (token IS NOT NULL OR attempts > 0 OR available_at = staged_at OR available_at <= now())
- GROUP BY topic, key, type
-
 -- name: relay_lease
 -- The commit that takes a row is durable, and so is the earlier commit that staged it: nothing is published that a
 -- server crash could still undo. The route again: an operator may have changed it since the page was read.
-UPDATE txbox_outbox AS own
+UPDATE txbox_outbox AS outbox
    SET token = :token::text, available_at = [in :lease_s]
   FROM (SELECT id FROM txbox_outbox
-         WHERE id = ANY(:rows.id::text[]) AND status = 'pending' AND available_at <= now() AND route IN (:route::text, '')
+         WHERE id = ANY(:rows.id::text[]) AND status = 'pending' AND available_at <= now()
+           AND route IN (:route::text, '')
            FOR UPDATE SKIP LOCKED) AS due
- WHERE own.id = due.id
-RETURNING own.id, own.number, own.topic, own.type, own.key, own.content_type, own.headers, own.payload, own.key_id,
-          [time own.staged_at], own.attempts,
+ WHERE outbox.id = due.id
+RETURNING outbox.id, number, topic, type, key, content_type, headers, payload, key_id, [time staged_at], attempts,
           [flushed]
-
--- name: relay_adopt
-UPDATE txbox_outbox SET route = :route::text
- WHERE id IN (SELECT id FROM txbox_outbox
-               WHERE status = 'pending' AND token IS NULL AND route = :from_route::text AND topic = :topic::text
-                 AND type IS NOT DISTINCT FROM :type::text
-                 AND cause_consumer IS NOT DISTINCT FROM :cause_consumer::text
-               LIMIT :limit::integer
-                 FOR UPDATE SKIP LOCKED)
 
 -- ---- activity.py ----------------------------------------------------------------------------------------------------
 
--- name: activity_write
--- What a process has counted in these minutes so far takes the place of what it wrote before: writing again after a
--- lost answer doubles nothing. No other process writes these rows.
-INSERT INTO txbox_activity (minute, kind, name, worker, received, processed, duplicate, deferred, failed, dead,
-                            quarantined, latency, run, oldest_s)
+-- fragment: counted
 SELECT counted.minute, counted.kind, counted.name, :worker::text, counted.received, counted.processed,
        counted.duplicate, counted.deferred, counted.failed, counted.dead, counted.quarantined, counted.latency,
        counted.run, counted.oldest_s
@@ -1159,11 +1005,6 @@ SELECT counted.minute, counted.kind, counted.name, :worker::text, counted.receiv
               :rows.oldest_s::double precision[])
        AS counted(minute, kind, name, received, processed, duplicate, deferred, failed, dead, quarantined, latency,
                   run, oldest_s)
-ON CONFLICT (minute, kind, name, worker) DO UPDATE
-   SET received = excluded.received, processed = excluded.processed, duplicate = excluded.duplicate,
-       deferred = excluded.deferred, failed = excluded.failed, dead = excluded.dead,
-       quarantined = excluded.quarantined, latency = excluded.latency, run = excluded.run,
-       oldest_s = excluded.oldest_s
 
 -- name: outbox_ages
 -- How long the first row that is due has been so, of each route; one index probe each.
