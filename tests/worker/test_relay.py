@@ -80,6 +80,25 @@ def left(raw: Raw) -> int:
     return int(raw.value("SELECT count(*) FROM txbox_outbox WHERE status = 'pending'"))
 
 
+@pytest.mark.every_database
+def test_rows_without_a_route_are_leased_once(database_url: str, plain_connection: Connect) -> None:
+    """The rows of the route '' and those that were staged without one are the same."""
+    ids = staged(database_url, plain_connection, outgoing(3))
+    with App(database_url) as app:
+        store = outbox.OutboxStore(app.store.dialect, app.store.columns)
+        assert app.database.sync is not None
+        look = drive(
+            app.database.sync,
+            store.lease,
+            token="t",
+            limit=10,
+            payload_bytes=999,
+            lease_s=60,
+            taken=outbox.Taken(route=""),
+        )
+    assert [row.id for row in look.rows] == ids
+
+
 def test_what_was_committed_leaves_once_under_its_id(
     database_url: str, plain_connection: Connect, raw: Look
 ) -> None:

@@ -1052,7 +1052,7 @@ VALUES {(:rows.id, :rows.topic, :rows.type, :rows.key, :rows.content_type, :rows
 SELECT id, number, topic, key, [time available_at], payload_bytes, type
   FROM ([page :route::text, (:whole::boolean OR (topic [in_rows topic, text]) = :named::boolean)]
         UNION ALL
-        [page '', (topic [in_rows topic, text]) = :named::boolean]) AS due
+        [page '', :route::text <> '' AND (topic [in_rows topic, text]) = :named::boolean]) AS due
  ORDER BY available_at, number
  LIMIT :limit::integer
 

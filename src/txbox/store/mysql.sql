@@ -591,7 +591,7 @@ ON DUPLICATE KEY UPDATE name = txbox_job.name
 -- name: relay_page
 [page :route, (:whole OR (topic IN ({:rows.topic})) = :named)]
 UNION ALL
-[page '', (topic IN ({:rows.topic})) = :named]
+[page '', :route <> '' AND (topic IN ({:rows.topic})) = :named]
  ORDER BY available_at, number
  LIMIT :limit
 
