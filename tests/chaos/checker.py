@@ -130,6 +130,8 @@ def check(raw: Raw, folder: Path, seed: int, *, broker: str) -> Checked:
     for name, what in _wrong_events(tables, folder):
         found[name].append(what)
     _write_elle(tables.appended, folder / "elle.json")
+    if any(found.values()):
+        _write_tables(raw, folder)
     statuses = Counter(status for status, *_ in tables.inbox.values())
     return Checked(
         sent=len(confirmed),
@@ -146,6 +148,23 @@ def check(raw: Raw, folder: Path, seed: int, *, broker: str) -> Checked:
             if what
         ],
     )  # fmt: skip
+
+
+#: What a run that broke something keeps of its tables, for whoever has to find out why.
+_KEPT = {
+    "txbox_inbox": "consumer, message_id, status, attempts, starts, token, received_at, processed_at, updated_at",
+    "txbox_outbox": "id, number, status, topic, route, cause_id, attempts, staged_at, available_at, sent_at, token",
+    "txbox_quarantine": "consumer, message_id, status, received_at, reason",
+    "ledger": "consumer, message_id",
+    "books": "cause, message_id",
+}
+
+
+def _write_tables(raw: Raw, folder: Path) -> None:
+    for table, columns in _KEPT.items():
+        rows = raw.rows(f"SELECT {columns} FROM {table}")
+        lines = [columns.replace(", ", "\t"), *("\t".join(map(text, row)) for row in rows)]
+        (folder / f"{table}.tsv").write_text("\n".join(lines) + "\n")
 
 
 def _wrong_messages(

@@ -105,6 +105,8 @@ def test_the_checker_catches(
     bank_at_rest: Path, tmp_path: Path, mutations: list[str], invariant: str
 ) -> None:
     assert any(line.startswith(invariant) for line in _wrong(bank_at_rest, tmp_path, *mutations))
+    # for whoever has to find out why
+    assert "inline-ok" in (tmp_path / "txbox_inbox.tsv").read_text()
 
 
 def test_messages_are_the_same_for_a_seed_and_versions_have_no_gaps() -> None:
