@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
-from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 from tests.support import warm
 from tests.support.command import Command
-from txbox import App, Lease, Retention
-from txbox.cli.run import _maintain_until_stopped
-from txbox.errors import Fault, StoreError
-from txbox.events import ErrorContained, Event
-from txbox.maintenance import JOBS, Task
-from txbox.worker.driving import Driver
 
 #: An App whose module lets everything speak that may, and then one handler's task on the loop.
 SHOP = """
@@ -94,49 +84,3 @@ def test_what_is_said_while_the_app_is_imported(
     lines = [json.loads(line) for line in _lines(command, sqlite_url, setup=setup, verb=verb)]
     early = [line["logger"] for line in lines if "early" in line.get("message", "")]
     assert early == ["py.warnings", "shop"], lines
-
-
-def test_maintenance_outlives_a_deadlock_and_a_mistake_but_no_missing_table(
-    sqlite_url: str,
-) -> None:
-    calls = 0
-
-    def perform(_operation: Any, *of_job: App | Task) -> None:
-        nonlocal calls
-        if not of_job:
-            # the pulse
-            return
-        calls += 1
-        # in the first round, and in the second one
-        if calls in (1, 2 * len(JOBS)):
-            raise StoreError("a deadlock", fault=Fault.CONFLICT)
-        if calls == 2 * len(JOBS) + 1:
-            signal.raise_signal(signal.SIGTERM)
-
-    every = timedelta(milliseconds=1)
-    retention = Retention(every=every)
-    with App(sqlite_url, lease=Lease(duration=every), retention=retention) as app:
-        _maintain_until_stopped(app, cast("Driver", SimpleNamespace(perform=perform)), "")
-    assert calls == 2 * len(JOBS) + 1
-
-    contained: list[Event] = []
-
-    def mistaken(_operation: Any, *of_job: App | Task) -> None:
-        if not of_job:
-            return
-        if contained:
-            signal.raise_signal(signal.SIGTERM)
-            return
-        raise StoreError("no such operator", fault=Fault.OTHER)
-
-    with App(sqlite_url, observers=[contained.append]) as app:
-        _maintain_until_stopped(app, cast("Driver", SimpleNamespace(perform=mistaken)), "")
-    assert isinstance(contained[0], ErrorContained)
-    assert contained[0].boundary == "maintenance job"
-
-    def broken(_operation: Any, *of_job: App | Task) -> None:
-        if of_job:
-            raise StoreError("no such table", fault=Fault.SCHEMA)
-
-    with App(sqlite_url) as app, pytest.raises(StoreError, match="no such table"):
-        _maintain_until_stopped(app, cast("Driver", SimpleNamespace(perform=broken)), "")

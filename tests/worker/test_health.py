@@ -86,6 +86,21 @@ def _in_flight(metrics: dict[str, float]) -> float:
     return sum(metric for name, metric in metrics.items() if name.startswith("txbox_in_flight"))
 
 
+@pytest.mark.parametrize("verb", ["relay", "maintain"])
+def test_a_relay_and_maintenance_live_like_a_worker(
+    verb: str, sqlite_url: str, lite: Raw, tmp_path: Path
+) -> None:
+    at_work = "SELECT kind, state FROM txbox_worker"
+    with TxboxRun(tmp_path, *HEALTH, verb=verb, url=sqlite_url, webhooks=False) as run:
+        run.ready()
+        assert run.because("/livez") == []
+        assert run.metrics()["txbox_ready"] == 1
+        eventually(lambda: lite.rows(at_work) == [(verb, "running")])
+        run.process.terminate()
+        assert run.ended() == 0
+    assert lite.rows(at_work) == []
+
+
 def test_counters_say_what_happened(sqlite_url: str, lite: Raw, tmp_path: Path) -> None:
     with TxboxRun(tmp_path, *HEALTH, "--http-port", "0", url=sqlite_url) as run:
         hook = run.ready().hook

@@ -24,14 +24,18 @@ from tests.support.workers import running, worker
 from txbox import App, Batching, Lease, Message, Outcome, Retry, RetryPolicy
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.brokers.local import Local
-from txbox.errors import ConfigurationError
+from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.events import (
     ConsumptionPaused,
+    ConsumptionResumed,
+    ErrorContained,
+    Event,
     MessageDead,
     MessageUnmatched,
     WorkerStarted,
     WorkerStopped,
 )
+from txbox.maintenance import Job, Report
 from txbox.session import Transaction
 from txbox.store import leases
 from txbox.worker.driving import Driver
@@ -773,3 +777,56 @@ def test_a_worker_that_starts_waits_for_a_free_connection(
     finally:
         admin.execute(f"DROP OWNED BY {user}")
         admin.execute(f"DROP ROLE {user}")
+
+
+# -- the other kinds ------------------------------------------------------------------------------
+
+
+def test_maintenance_outlives_an_outage_a_deadlock_and_a_mistake_but_no_missing_table(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[StoreError] = []
+    runs: list[bool] = []
+
+    async def job(*_: object) -> Report:
+        if errors:
+            raise errors.pop(0)
+        runs.append(True)
+        return Report("job")
+
+    every = timedelta(milliseconds=1)
+    monkeypatch.setattr("txbox.maintenance.JOBS", (Job("job", "", lambda _app: every, job),))
+    events: list[Event] = []
+    with App(sqlite_url, observers=[events.append]) as app:
+        app.init()
+        errors += [
+            StoreUnavailable("no connection"),
+            StoreError("a deadlock", fault=Fault.CONFLICT),
+            StoreError("no such operator", fault=Fault.OTHER),
+        ]
+        with running(worker(app, kind="maintain")) as codes:
+            eventually(lambda: ConsumptionResumed in map(type, events))
+        assert codes == [0]
+    kinds = [type(event) for event in events]
+    assert kinds == [ConsumptionPaused, ErrorContained, ConsumptionResumed]
+    assert runs
+
+    errors.append(StoreError("no such table", fault=Fault.SCHEMA))
+    with App(sqlite_url) as app:
+        broken = worker(app, kind="maintain")
+        assert broken.run() == 1
+    assert str(broken.failure) == "no such table"
+
+
+@pytest.mark.parametrize("kind", ["relay", "maintain"])
+def test_the_other_kinds_leave_sources_and_rows_alone(shop: Shop, kind: str) -> None:
+    shop.handler()
+    source = Memory([paid("m1")], endless=True)
+    shop.app.consume(source)
+    shop.app.send(paid("m2"))
+    with running(worker(shop.app, kind=kind)) as codes:
+        at_work = f"SELECT count(*) FROM txbox_worker WHERE kind = '{kind}'"
+        eventually(lambda: shop.raw.value(at_work) == 1)
+    assert codes == [0]
+    assert (source.threads, shop.calls) == (set(), [])
+    assert not shop.emitted(WorkerStarted)

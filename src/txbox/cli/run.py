@@ -17,7 +17,6 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from txbox.app import App
@@ -27,9 +26,9 @@ from txbox.brokers.base import Single
 from txbox.cli import add_command
 from txbox.cli.options import add_grace, add_options, opened
 from txbox.cli.output import print_json, print_line, print_table
-from txbox.errors import CURABLE, ConfigurationError, StoreError, StoreUnavailable, installed
-from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, MessageEvent, OutgoingSent
-from txbox.maintenance import JOBS, Report, Task, scheduled
+from txbox.errors import ConfigurationError, installed
+from txbox.events import Event, MessageEvent, OutgoingSent
+from txbox.maintenance import JOBS, Report, Task
 from txbox.observers.logging import current_trace
 from txbox.policy import GRACE
 from txbox.worker.driving import Driver, check_tables
@@ -39,7 +38,6 @@ from txbox.worker.supervisor import (
     HTTP_FD,
     Stop,
     draining_on_signals,
-    last_s,
     leave,
     leave_by,
     supervise,
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
     from txbox.worker.serving import Server
 
 
-_LOOK_S, _UI_LOOK_S, _UI_GRACE_S, _UI_CLOSE_S = 0.2, 3600.0, 10.0, 5.0
+_UI_LOOK_S, _UI_GRACE_S, _UI_CLOSE_S = 3600.0, 10.0, 5.0
 # in the environment: arguments are public
 _TOKENS, _PROXY, _SIGNING = "TXBOX_UI_TOKEN", "TXBOX_UI_PROXY_SECRET", "TXBOX_UI_SECRET"
 _LOGS = {
@@ -58,7 +56,6 @@ _LOGS = {
     "--verbose": "log every event, not only trouble",
 }
 _BACKLOG = 2048
-_PULSE_END_S = 3.0
 _LOOPBACK = "127.0.0.1"
 _GIVEN_UP = "Dead and quarantined messages wait for you: exit status 1."
 
@@ -91,22 +88,27 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
             "--child": argparse.SUPPRESS,
         },
     )
-    for name, what, default in (
-        ("health", "health: /livez, /readyz, /metrics (needs txbox[http])", ""),
-        ("http", "webhooks of the App (needs txbox[http])", " (default 8000)"),
-    ):  # fmt: skip
+    add_options(
+        relay, {"--once": "end once nothing is due; what becomes due later is left", **_LOGS}
+    )
+    add_options(maintain, {"--once": "do each job once, then end", **_LOGS})
+    probed = "health: /livez, /readyz, /metrics (needs txbox[http])"
+    for command, name, what, default in (
+        *((command, "health", probed, "") for command in (run, relay, maintain)),
+        (run, "http", "webhooks of the App (needs txbox[http])", " (default 8000)"),
+    ):
         add_options(
-            run.add_argument_group(what),
+            command.add_argument_group(what),
             {
                 f"--{name}-port PORT": f"the port to serve on{default}; 0 picks one",
                 f"--{name}-host ADDRESS": "the address to serve on (default 127.0.0.1; 0.0.0.0 or :: for all)",
             },
         )
-    run.set_defaults(processes=1, health_host=_LOOPBACK, http_host=_LOOPBACK)
-    add_options(
-        relay, {"--once": "end once nothing is due; what becomes due later is left", **_LOGS}
-    )
-    add_options(maintain, {"--once": "do each job once, then end", **_LOGS})
+        command.set_defaults(**{f"{name}_host": _LOOPBACK})
+    run.set_defaults(processes=1)
+    # what only `run` leaves out, or is told by its parent
+    relay.set_defaults(child=False, no_maintenance=False, no_relay=False)
+    maintain.set_defaults(child=False, no_maintenance=False, no_relay=False, grace=GRACE)
     ui = add_command(commands, "ui", _ui, common)
     add_options(
         ui,
@@ -150,16 +152,10 @@ class _Tally:
 
 
 @contextmanager
-def _started(
-    args: argparse.Namespace, *, handlers: str | None = None
-) -> Generator[tuple[App, Driver]]:
-    """Begin to log, open the App, and check its tables now, not when they are first used.
-
-    Args:
-        handlers: as for `opened`.
-    """
+def _started(args: argparse.Namespace) -> Generator[tuple[App, Driver]]:
+    """Begin to log, open the App, and check its tables now, not when they are first used."""
     start_logging(args)
-    with opened(args, handlers=handlers) as app:
+    with opened(args) as app:
         log_libraries()
         driver = Driver(app)
         # the dashboard has nothing to wait with
@@ -227,9 +223,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _work(
-    app: App, args: argparse.Namespace, listener: socket.socket | None, webhooks: Server | None
+    app: App,
+    args: argparse.Namespace,
+    listener: socket.socket | None,
+    webhooks: Server | None = None,
 ) -> tuple[int, bool]:
-    """Run a worker; returns its exit status, and whether something of it may still hang."""
+    """Run a worker of the command's kind; returns its exit status, and whether something of it may still hang."""
     from txbox.worker import Worker
     from txbox.worker.health import Health
 
@@ -245,6 +244,7 @@ def _work(
         server.start()
     worker = Worker(
         app,
+        kind=args.command,
         once=args.once,
         maintenance=not args.no_maintenance,
         relay=not args.no_relay,
@@ -307,77 +307,48 @@ def _relay(args: argparse.Namespace) -> int:
     SIGTERM or Ctrl-C drains: what is confirmed is marked as sent, the rest is left. What has not finished within
     --grace is cut off, and sent again later.
 
-    Exit status: 0 stopped or idle; 1 cut off, or an unexpected error; 2 wrong configuration or schema.
+    Exit status: 0 stopped or idle; 1 cut off, or an unexpected error; 2 wrong configuration or schema, or no
+    database at the start.
     """
-    from txbox.store.activity import Doing
-    from txbox.worker.health import Answers
-    from txbox.worker.pulse import Pulse
-    from txbox.worker.relay import Relays
-
-    with _started(args, handlers="sends where app.publish says") as (app, driver):
-        tally = _Tally("Outgoing", sent=0, failed=0, dead=0)
-        app.events.observers.append(tally)
-        grace_s = args.grace.total_seconds()
-        stopped = Stop()
-        ends: SimpleQueue[BaseException | None] = SimpleQueue()
-
-        def ended(error: BaseException | None) -> None:
-            ends.put(error)
-            stopped.set()
-
-        answers = Answers(app)
-        relays = Relays(app, driver.perform, stop=stopped.is_set, ended=ended)
-        pulse = Pulse(
-            app, driver,
-            kind="relay",
-            name=args.app,
-            routes=[route.name for route in app.routes.all()],
-            doing=lambda: Doing(
-                state="draining" if stopped.is_set() else "running", troubles=relays.troubles()
-            ),
-        )  # fmt: skip
-
-        def awaited() -> list[str]:
-            return [f"the relay to {name} did not end" for name in relays.running()]
-
-        with draining_on_signals(stopped.set, grace_s, awaited):
-            try:
-                pulse.start(ended)
-                relays.start()
-                while not stopped.wait(_LOOK_S):
-                    answers.look()
-                    if args.once and not relays.left():
-                        break
-            finally:
-                stopped.set()
-                ends_at = time.monotonic() + grace_s
-                unsent = relays.join(grace_s - last_s(grace_s))
-                pulse.end(max(0.0, ends_at - time.monotonic()))
-        leave_by(ends_at)
-        while not ends.empty():
-            if (error := ends.get()) is not None:
-                raise error
+    start_logging(args)
+    app = opened(args, handlers="sends where app.publish says")
+    health, tally = _health_socket(args), _Tally("Outgoing", sent=0, failed=0, dead=0)
+    log_libraries()
+    app.events.observers.append(tally)
+    with app:
+        code, cut_off = _work(app, args, health)
+        if code and not cut_off:
+            return code
         if args.json:
             print_json(tally.counts)
         else:
             print_line(tally.sentence())
-        if unsent:
-            _log.error(
-                "The grace period of %g s ended with the relay to %s at work. What was not confirmed is sent again.",
-                grace_s, ", ".join(unsent),
-            )  # fmt: skip
-            leave(1)
-    return 0
+        if cut_off:
+            leave(code)
+    return code
 
 
 # -- maintain -------------------------------------------------------------------------------------
 
 
 def _maintain(args: argparse.Namespace) -> int:
+    if args.once:
+        return _maintain_once(args)
+    start_logging(args)
+    app = opened(args)
+    health = _health_socket(args)
+    log_libraries()
+    with app:
+        code, cut_off = _work(app, args, health)
+        if cut_off:
+            leave(code)
+    return code
+
+
+def _maintain_once(args: argparse.Namespace) -> int:
+    if args.health_port is not None:
+        raise ConfigurationError("maintain --once ends soon, and serves no probes: leave out --health-port.")
     with _started(args) as (app, driver):
-        if not args.once:
-            _maintain_until_stopped(app, driver, args.app or "")
-            return 0
         reports: list[Report] = []
         for job in JOBS:
             try:
@@ -398,49 +369,6 @@ def _note(report: Report) -> str:
     if report.skipped:
         return "another process is at it"
     return "outside of its window" if report.closed else ""
-
-
-def _maintain_until_stopped(app: App, driver: Driver, name: str) -> None:
-    from txbox.worker.pulse import Pulse
-
-    stopped = Stop()
-    ends: SimpleQueue[BaseException | None] = SimpleQueue()
-
-    def ended(error: BaseException | None) -> None:
-        ends.put(error)
-        stopped.set()
-
-    pulse = Pulse(app, driver, kind="maintain", name=name)
-    with draining_on_signals(stopped.set, GRACE.total_seconds()):
-        try:
-            pulse.start(ended)
-            _maintain_by_schedule(app, driver, stopped)
-        finally:
-            pulse.end(_PULSE_END_S)
-    while not ends.empty():
-        if (error := ends.get()) is not None:
-            raise error
-
-
-def _maintain_by_schedule(app: App, driver: Driver, stopped: Stop) -> None:
-    task = Task(stop=stopped.is_set)
-    paused_at: float | None = None
-    for job in scheduled(app, stopped.wait):
-        try:
-            driver.perform(job.run, app, task)
-        except StoreUnavailable as error:
-            paused_at = paused_at or time.monotonic()
-            wait_s = job.every(app).total_seconds()
-            app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=wait_s))
-        except Exception as error:  # noqa: BLE001  # see contain
-            if isinstance(error, StoreError) and error.fault in CURABLE:
-                _log.debug("Put off while the database is busy: %s", error)
-            else:
-                app.protocol.contain(Boundary.JOB, error)
-        else:
-            if paused_at is not None:
-                app.events.emit(ConsumptionResumed(paused_s=time.monotonic() - paused_at))
-                paused_at = None
 
 
 # -- ui -------------------------------------------------------------------------------------------

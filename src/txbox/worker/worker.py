@@ -1,4 +1,4 @@
-"""The worker: one process of `txbox run`."""
+"""The worker: one process of `txbox run`, `txbox relay` or `txbox maintain`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Literal, ParamSpec
 
 from txbox.app import App, Consumption
 from txbox.boundaries import Boundary
 from txbox.boundaries import log as _log
-from txbox.errors import CURABLE, ConfigurationError, SchemaError, StoreError
-from txbox.events import WorkerStarted, WorkerStopped
+from txbox.errors import (
+    CURABLE,
+    ConfigurationError,
+    SchemaError,
+    StoreError,
+    StoreUnavailable,
+)
+from txbox.events import ConsumptionPaused, ConsumptionResumed, WorkerStarted, WorkerStopped
 from txbox.handlers import conflicts
 from txbox.maintenance import Task, scheduled
 from txbox.policy import GRACE
@@ -53,12 +59,23 @@ _AFTER_CRASH_S = 10.0
 # deliveries of one source: more would only be memory, and withheld from other workers
 _IN_FLIGHT = 1000
 
+#: What a worker does, by its command: everything, or only one part of it.
+Kind = Literal["run", "relay", "maintain"]
+# of what the end of the grace has cut off
+_AFTERWARDS: dict[Kind, str] = {
+    "run": "What was not settled is delivered again.",
+    "relay": "What was not confirmed is sent again.",
+    "maintain": "The next worker continues its jobs.",
+}
+
 
 class Worker:
     """Consumes the sources of an app and the rows of its table until it is stopped.
 
     Args:
-        once: end when all sources are exhausted and nothing is due or leased for its consumers.
+        kind: "run" does everything. "relay" only sends what is staged, "maintain" only does maintenance: they
+            have no sources and no lanes.
+        once: end when all sources are exhausted and nothing is due or leased for its consumers, or to be sent.
         install_signals: SIGTERM and SIGINT drain; a second one ends the process at once.
         maintenance: run rescue, prune and the other jobs in the background.
         relay: send what is staged in the outbox.
@@ -79,6 +96,7 @@ class Worker:
         self,
         app: App,
         *,
+        kind: Kind = "run",
         once: bool = False,
         install_signals: bool = True,
         maintenance: bool = True,
@@ -94,14 +112,18 @@ class Worker:
         self._name = name
         self._once = once
         self._install_signals = install_signals
-        self._maintenance = maintenance
+        self._kind: Kind = kind
+        # the other kinds leave sources, lanes and handlers alone
+        self._runs_handlers = kind == "run"
+        self._maintenance = maintenance if self._runs_handlers else kind == "maintain"
         self._grace_s = grace.total_seconds()
-        self._consumptions = app.consumptions if consumptions is None else consumptions
+        wanted = app.consumptions if consumptions is None else consumptions
+        self._consumptions = wanted if self._runs_handlers else ()
         self._driver = Driver(app, loop)
         self._health = health or Health()
         self._webhooks = webhooks
         self._stopping = threading.Event()
-        self._relay = relay
+        self._relay = relay if self._runs_handlers else kind == "relay"
         self._relays: Relays | None = None
         # reports from threads and signal handlers; SimpleQueue.put may be called inside of either
         self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -154,7 +176,7 @@ class Worker:
                 # first: closing may raise what the database says
                 self._app.handlers.workers -= 1
                 left = self._shut_down()
-        if self._consuming:
+        if self._consuming and self._runs_handlers:
             self._app.events.emit(WorkerStopped(clean=not left and self._crash is None))
         self.failure = self._crash
         self.cut_off = bool(left)
@@ -181,10 +203,11 @@ class Worker:
                 ended=self._thread_ended,
                 delivered=self._lanes.look_now,
                 # the poll of the lanes, where there are any
-                polled=bool(len(self._app.handlers)),
+                polled=self._runs_handlers and bool(len(self._app.handlers)),
             )
         self._health.relays = self._relays
-        self._lanes.make(self._relays.look if self._relays is not None else None)
+        if self._runs_handlers:
+            self._lanes.make(self._relays.look if self._relays is not None else None)
         self._open_sources(names, topics)
         if not self._stopping.is_set():
             self._awaited = self._silent
@@ -194,15 +217,8 @@ class Worker:
     def _check(self) -> tuple[list[str], list[Sequence[str]]]:
         """Check what can be checked before sources are open; returns their names, and the topics to ask each for."""
         app = self._app
-        # without handlers it is a relay, where there is something to send
-        sends = self._relay and not self._consumptions and bool(app.routes.all())
-        if not sends and not len(app.handlers):
-            raise ConfigurationError(
-                "The app has no handlers: decorate a function with @app.handler(topic, consumer=…)."
-            )
-        for handler in app.handlers:
-            app.check_connections(handler)
-        _refuse(conflicts.time_outs(app))
+        if self._runs_handlers:
+            self._check_handlers()
         for consumption in self._consumptions:
             _refuse(conflicts.redelivery(app, consumption.source))
         topics = [
@@ -215,6 +231,18 @@ class Worker:
         names = conflicts.names_of(list(zip(sources, topics, strict=True)))
         self._check_database()
         return names, topics
+
+    def _check_handlers(self) -> None:
+        app = self._app
+        # without handlers it is a relay, where there is something to send
+        sends = self._relay and not self._consumptions and bool(app.routes.all())
+        if not sends and not len(app.handlers):
+            raise ConfigurationError(
+                "The app has no handlers: decorate a function with @app.handler(topic, consumer=…)."
+            )
+        for handler in app.handlers:
+            app.check_connections(handler)
+        _refuse(conflicts.time_outs(app))
 
     def _check_database(self) -> None:
         """Check that the database answers and holds tables that fit.
@@ -262,21 +290,18 @@ class Worker:
         self._handle_reports(0.0)
 
     def _consume(self, topics: Sequence[Sequence[str]]) -> None:
-        """Start whatever takes messages or rows, and let the pumps go."""
+        """Start everything that works, and let the pumps go."""
         for consumption in self._consumptions:
             # some ask their broker what it is set to
             _refuse(conflicts.redelivery(self._app, consumption.source))
         tables = self._lanes.tables
-        self._app.events.emit(
-            WorkerStarted(
-                consumers=tuple(tables),
-                sources=tuple(pump.name for pump in self._pumps),
-            )
-        )
+        if self._runs_handlers:
+            sources = tuple(pump.name for pump in self._pumps)
+            self._app.events.emit(WorkerStarted(consumers=tuple(tables), sources=sources))
         self._consuming = True
         self._pulse = Pulse(
             self._app, self._driver,
-            kind="run",
+            kind=self._kind,
             name=self._name,
             consumers=tables,
             sources={
@@ -295,7 +320,9 @@ class Worker:
             # requests are drained as lanes are
             self._serving = True
             self._driver.task(self._webhooks.serve()).add_done_callback(self._served)
-        self._background.start(maintenance=self._maintenance)
+        self._background.start(
+            maintenance=self._maintenance, alone=self._kind == "maintain"
+        )
         if self._lanes.tables:
             self._app.left, self._app.effects.staged = self._lanes.left, self._lanes.soon
             self._poll = thread("txbox-poll", self._lanes.poll, self._thread_ended)
@@ -401,7 +428,12 @@ class Worker:
             left += ["the webhooks were still answering"] if self._serving else []
         for pump in self._pumps:
             pump.finish()
-        hung_s = min(_HUNG_S, self._left_s(last) / 2)
+        # a process that only sends gives its relays what another gives its handlers
+        hung_s = (
+            self._left_s(close_s)
+            if self._kind == "relay"
+            else min(_HUNG_S, self._left_s(last) / 2)
+        )
         hung_at = time.monotonic() + hung_s
         self._wait_until(lambda: not any(self._pumps.values()), self._left_s(0.0) - hung_s)
         left += [
@@ -467,11 +499,12 @@ class Worker:
             if left:
                 over = not self._left_s(last_s(self._grace_s))
                 _log.error(
-                    "%s %s. What was not settled is delivered again.",
+                    "%s %s. %s",
                     f"The grace period of {self._grace_s:g} s ended with"
                     if over
                     else "The drain was cut off:",
                     ", ".join(left),
+                    _AFTERWARDS[self._kind],
                 )
             return 1 if left else 0
         if isinstance(self._crash, (ConfigurationError, SchemaError)) or (
@@ -560,11 +593,18 @@ class Background:
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def start(self, *, maintenance: bool) -> None:
-        """Start the threads: heartbeats, `maintenance` if wanted, and the look at a parent if there is one."""
-        self._threads.append(thread("txbox-heartbeat", self._beat, self._ended))
+    def start(self, *, maintenance: bool, alone: bool = False) -> None:
+        """Start the threads: heartbeats of leases, `maintenance` if wanted, and the watch over a parent, if any.
+
+        Args:
+            alone: nothing but maintenance says whether the database is away.
+        """
+        if self._tables:
+            self._threads.append(thread("txbox-heartbeat", self._beat, self._ended))
         if maintenance:
-            self._threads.append(thread("txbox-maintenance", self._maintain, self._ended))
+            self._threads.append(
+                thread("txbox-maintenance", lambda: self._maintain(tells=alone), self._ended)
+            )
         tell_parent()
         # taken out: the descriptor is not for processes that a handler starts
         if parent := os.environ.pop(PARENT_FD, None):
@@ -584,27 +624,45 @@ class Background:
     def _beat(self) -> None:
         while not self._over.wait(self._app.lease.heartbeat_s):
             for table in self._tables.values():
-                self._patiently(Boundary.HEARTBEAT, table.heartbeat)
+                self._best_effort(Boundary.HEARTBEAT, table.heartbeat)
 
-    def _maintain(self) -> None:
-        for job in scheduled(self._app, self._draining.wait):
-            self._patiently(Boundary.JOB, job.run, self._app, Task(stop=self._draining.is_set))
+    def _maintain(self, *, tells: bool) -> None:
+        """Run each job when it is due, until the drain.
 
-    def _patiently(
+        Args:
+            tells: emit when the database goes away and comes back. Beside lanes and relays these tell, sooner.
+        """
+        app, task = self._app, Task(stop=self._draining.is_set)
+        paused_at: float | None = None
+        for job in scheduled(app, self._draining.wait):
+            error = self._best_effort(Boundary.JOB, job.run, app, task)
+            if not tells:
+                continue
+            if isinstance(error, StoreUnavailable):
+                paused_at = paused_at or time.monotonic()
+                wait_s = job.every(app).total_seconds()
+                app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=wait_s))
+            elif error is None and paused_at is not None:
+                paused_s, paused_at = time.monotonic() - paused_at, None
+                app.events.emit(ConsumptionResumed(paused_s=paused_s))
+
+    def _best_effort(
         self,
         boundary: Boundary,
         operation: Operation[P, object],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> None:
-        """Carry an operation out; what a later round cures is left to it."""
+    ) -> Exception | None:
+        """Run an operation and return what it raised; the next round tries again."""
         try:
             self._driver.perform(operation, *args, **kwargs)
         except Exception as error:  # noqa: BLE001  # see contain
             if isinstance(error, StoreError) and error.fault in CURABLE:
-                _log.debug("Put off while the database is busy or away: %s", error)
+                _log.debug("Postponed while the database is busy or away: %s", error)
             else:
                 self._app.protocol.contain(boundary, error)
+            return error
+        return None
 
     def _watch(self, fd: int) -> None:
         while not self._over.is_set():

@@ -22,15 +22,16 @@ class TxboxRun:
     """`with TxboxRun(tmp_path, url=…) as run`: gone when the block ends.
 
     Args:
-        words: options of `txbox run`.
+        words: options of the command.
+        verb: "run", "relay" or "maintain".
         plan: see tests/support/webhook/served.py.
     """
 
-    def __init__(self, directory: Path, *words: str, **plan: Any) -> None:
+    def __init__(self, directory: Path, *words: str, verb: str = "run", **plan: Any) -> None:
         self.directory = directory
         plan["directory"] = str(directory)
         self.process = Warm(
-            ["txbox", "run", "tests.support.webhook.served:app", "--verbose", *words],
+            ["txbox", verb, "--app", "tests.support.webhook.served:app", "--verbose", *words],
             cwd=ROOT,
             env={**os.environ, "TEST_PLAN": json.dumps(plan)},
             stdout=subprocess.DEVNULL,
