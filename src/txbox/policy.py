@@ -96,6 +96,47 @@ class RetryPolicy:
         return random.uniform(0.0, min(bound, self.cap.total_seconds()))  # jitter, not a secret
 
 
+class Backoff:
+    """Pauses between tries that grow: each is `factor` times the one before it, up to the longest.
+
+    Args:
+        first_s, longest_s: the shortest and the longest pause, in seconds.
+        spread: bounds of the random factor of each pause, so that many do not try again together.
+    """
+
+    __slots__ = ("_factor", "_first_s", "_longest_s", "_spread", "pause_s")
+
+    def __init__(
+        self,
+        first_s: float,
+        longest_s: float,
+        *,
+        factor: float = 2.0,
+        spread: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
+        self._first_s = min(first_s, longest_s)
+        self._longest_s = longest_s
+        self._factor = factor
+        self._spread = spread
+        #: The next pause, before it is spread.
+        self.pause_s = self._first_s
+
+    @property
+    def at_longest(self) -> bool:
+        """Whether the next pause is the longest."""
+        return self.pause_s >= self._longest_s
+
+    def next_s(self) -> float:
+        """Return the next pause in seconds; the one after it is longer."""
+        pause_s = self.pause_s
+        self.pause_s = min(pause_s * self._factor, self._longest_s)
+        return pause_s * random.uniform(*self._spread)  # jitter, not a secret
+
+    def reset(self) -> None:
+        """Begin with the shortest pause again: a try has succeeded."""
+        self.pause_s = self._first_s
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """How rows are leased from the table.

@@ -182,7 +182,7 @@ def test_what_process_parks_is_retried_by_the_worker_of_this_process(
         poll = service._lanes._poll
         assert poll is not None
         # the pauses of a worker that has been idle for long
-        poll._pause_s, poll._ask_at = NEVER_S, time.monotonic() + NEVER_S
+        poll._backoff.pause_s, poll._ask_at = NEVER_S, time.monotonic() + NEVER_S
         shop.deliver(paid("m1"))
         asked = points.sent().count("due")
         eventually(lambda: statuses(shop.raw) == {"processed": 1})

@@ -42,6 +42,7 @@ from txbox.errors import (
 )
 from txbox.identity import scoped_id
 from txbox.message import Headers, HeaderValue, Message
+from txbox.policy import Backoff
 
 # -- calls --------------------------------------------------------------------------------------------
 
@@ -467,7 +468,7 @@ class Queue:
     Args:
         per_group: it deduplicates within a message group.
         visible_s: how long a message stays ours without an extension.
-        quiet_s: how long an empty queue is left alone; `look_at`: until when, by the monotonic clock.
+        empty: how long an empty queue is not asked again; `look_at`: until when, by the monotonic clock.
     """
 
     client: Any
@@ -476,7 +477,7 @@ class Queue:
     arn: str
     per_group: bool
     visible_s: int
-    quiet_s: float = 0.0
+    empty: Backoff = field(default_factory=lambda: Backoff(*_QUIET_S))
     look_at: float = 0.0
 
     def receive(self, messages_max: int, wait_s: int) -> Sequence[dict[str, Any]]:
@@ -490,9 +491,11 @@ class Queue:
         )
         received: Sequence[dict[str, Any]] = answer.get("Messages", [])
         # while others are busy, do not ask an empty queue many times a second
-        first_s, longest_s = _QUIET_S
-        self.quiet_s = 0.0 if received else min(max(first_s, 2 * self.quiet_s), longest_s)
-        self.look_at = time.monotonic() + self.quiet_s
+        if received:
+            self.empty.reset()
+            self.look_at = 0.0
+        else:
+            self.look_at = time.monotonic() + self.empty.next_s()
         return received
 
     def extend(self, receipts: Sequence[Receipt]) -> None:

@@ -57,6 +57,7 @@ from txbox.connections.libpq import (
     stop_deferring,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, redacted
+from txbox.policy import Backoff
 from txbox.session import Connection, Failed, Lasts, Raised, Result, Statement, Statements
 from txbox.store.dialect import Dialect, dialect, native
 
@@ -246,12 +247,12 @@ class Listener:
         self._thread.join(2 * _LOOK_S)
 
     def _run(self) -> None:
-        pause_s = _PAUSE_S[0]
+        backoff = Backoff(*_PAUSE_S)
         while not self._stopped.is_set():
             try:
                 with psycopg.connect(self._conninfo, autocommit=True) as connection:
                     connection.execute("LISTEN txbox_outbox")
-                    pause_s = _PAUSE_S[0]
+                    backoff.reset()
                     self._heard()
                     while not self._stopped.is_set():
                         for _ in connection.notifies(timeout=_LOOK_S):
@@ -261,8 +262,7 @@ class Listener:
                 _log.info(
                     "Not listening for a while, relays poll instead: %s", type(error).__name__
                 )
-                self._stopped.wait(pause_s)
-                pause_s = min(2 * pause_s, _PAUSE_S[1])
+                self._stopped.wait(backoff.next_s())
 
 
 class PsycopgConnection(Connection):

@@ -14,7 +14,7 @@ from typing import TypeVar
 from txbox.connections.base import forgets_parent
 from txbox.errors import CURABLE, StoreError, StoreUnavailable
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Events, TransactionRetried
-from txbox.policy import Limits
+from txbox.policy import Backoff, Limits
 from txbox.session import Session
 
 T = TypeVar("T")
@@ -172,7 +172,7 @@ class Waiting:
             StoreError: waiting cannot cure it, or it was stopped.
         """
         paused_at: float | None = None
-        pause_s = _PAUSE_S[0]
+        backoff: Backoff | None = None
         while True:
             began = time.monotonic()
             try:
@@ -198,7 +198,8 @@ class Waiting:
                             constraint=error.constraint,
                             definite=error.definite,
                         ) from error
-                wait_s = pause_s * random.uniform(0.5, 1.5)
+                backoff = backoff or Backoff(*_PAUSE_S, spread=(0.5, 1.5))
+                wait_s = backoff.next_s()
                 # a try from before somebody else was answered tells of trouble that is over
                 if began >= self._resumed_at.get(consumer, 0.0):
                     self._events.emit(
@@ -209,7 +210,6 @@ class Waiting:
                     if stop is not None and stop():
                         raise
                     await db.wait(min(left_s, _LOOK_S))
-                pause_s = min(pause_s * 2, _PAUSE_S[1])
             else:
                 if paused_at is not None:
                     self._resumed_at[consumer] = now = time.monotonic()

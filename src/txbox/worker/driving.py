@@ -12,11 +12,12 @@ from typing import Any, Literal, ParamSpec, TypeVar
 from txbox.app import App
 from txbox.errors import UNANSWERED, StoreUnavailable
 from txbox.events import ConsumptionPaused
+from txbox.policy import Backoff
 from txbox.processing.failure import printable
 from txbox.session import Operation, drive, drive_async
 from txbox.store.activity import Trouble
 
-_PAUSE_MAX_S = 5.0
+_PAUSE_S = (0.5, 5.0)
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -144,20 +145,20 @@ def check_tables(
         StoreError: the database does not answer.
         SchemaError: the message contains the command to run.
     """
-    pause_s = 0.5
+    backoff = Backoff(*_PAUSE_S)
     while True:
         try:
             driver.perform(app.protocol.check_schema)
         except StoreUnavailable as error:
             if not error.full and not (patient and error.code in UNANSWERED):
                 raise
+            pause_s = backoff.next_s()
             # else each start would fail, as long as others start
             app.events.emit(ConsumptionPaused(reason=str(error), retry_in_s=pause_s))
         else:
             return True
         if wait(pause_s):
             return False
-        pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import random
 import threading
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from txbox.errors import CURABLE, Fault, StoreError
 from txbox.handlers import Handler
 from txbox.message import Message
 from txbox.outcome import Answer, Outcome
+from txbox.policy import Backoff
 from txbox.processing.intake import Leasing
 from txbox.processing.waiting import Holder
 from txbox.session import Following, Session, Statements, resumed
@@ -325,7 +325,7 @@ class Lane:
                 self._hold(work)
                 continue
             done.append(work)
-            if work.tries:
+            if work.backoff is not None:
                 self._let_go(work)
             if settled.outcome is Outcome.DEFERRED:
                 deferred = True
@@ -385,15 +385,14 @@ class Lane:
         If the order of keys matters, it blocks its key.
         """
         key = work.key
-        if key in self._behind and not work.tries:
+        if key in self._behind and work.backoff is None:
             self._behind[key].append(work)
             return
         if key is not None:
             self._behind.setdefault(key, deque())
-        first_s, longest_s = _AGAIN_S
-        pause_s = min(first_s * 2 ** min(work.tries, 10), longest_s) * random.uniform(0.5, 1.5)
-        work.tries += 1
-        heapq.heappush(self._again, (time.monotonic() + pause_s, next(self._order), work))
+        work.backoff = work.backoff or Backoff(*_AGAIN_S, spread=(0.5, 1.5))
+        at = time.monotonic() + work.backoff.next_s()
+        heapq.heappush(self._again, (at, next(self._order), work))
 
     def _let_go(self, work: Work) -> None:
         behind = self._behind.pop(work.key, None) if work.key is not None else None
@@ -563,12 +562,12 @@ class Work:
         lock_key: what the handler locks, if known.
         parts: shared with the other consumers of this delivery; None if there are no others.
         received: when, by `time.monotonic`.
-        tries: how often its id was held by another transaction.
+        backoff: before its next claim, once another transaction had its id.
     """
 
     __slots__ = (
-        "acknowledge", "delivery", "key", "lock_key", "message", "mode", "modes", "parts", "received",
-        "tries",
+        "acknowledge", "backoff", "delivery", "key", "lock_key", "message", "mode", "modes", "parts",
+        "received",
     )  # fmt: skip
 
     def __init__(
@@ -588,7 +587,7 @@ class Work:
         self.key: str | None = None
         self.lock_key: str | None = None
         self.received = delivery.received_at
-        self.tries = 0
+        self.backoff: Backoff | None = None
 
 
 def settle(works: Iterable[Work]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import secrets
 import threading
 import time
@@ -35,6 +34,7 @@ from txbox.events import (
 from txbox.handlers import Handler
 from txbox.identity import canonical_id
 from txbox.message import Message
+from txbox.policy import Backoff
 from txbox.processing.intake import presentable
 from txbox.session import Session
 from txbox.store import jobs
@@ -108,12 +108,15 @@ class Pump:
         self._settled: list[Delivery] = []
         # what could not be set aside, and when it is tried again
         self._aside: deque[tuple[float, Delivery]] = deque()
-        self._look_s = _LOOK_S[0]
+        self._looks = Backoff(*_LOOK_S)
+        self._look_s = self._looks.next_s()
         self._mean_bytes = 0.0
         self._finish = False
         self._go = threading.Event()
         self._opened = threading.Event()
         self._paused_at: float | None = None
+        # while it does not receive, or cannot store what no lane takes
+        self._backoff: Backoff | None = None
         #: Why nothing is received, and since when.
         self.trouble: Trouble | None = None
         self._ids = FirstIds(name)
@@ -279,9 +282,9 @@ class Pump:
         Otherwise the loop waits for settlements and polls the source in between, often at first, so that lanes find
         what has arrived.
         """
-        in_flight, asked = bool(self._in_flight), self._room()
+        in_flight, room = bool(self._in_flight), self._room()
         try:
-            received = self.source.receive(asked, 0.0 if in_flight else _WAIT_S)
+            received = self.source.receive(room, 0.0 if in_flight else _WAIT_S)
         except (BrokerUnavailable, ConfigurationError, StoreError) as error:
             self._pause(error)
             return None
@@ -291,14 +294,14 @@ class Pump:
             return None
         if not self._worked.is_set():
             self._worked.set()
-        if self._paused_at is not None:
+        if self._backoff is not None:
             self._resumed()
-        first_s, longest_s = _LOOK_S
         if received:
-            # it returned all that was asked for, so there is probably more
-            self._look_s = 0.0 if len(received) >= asked else first_s
+            self._looks.reset()
+            # a full batch: there is probably more
+            self._look_s = 0.0 if len(received) >= room else self._looks.next_s()
             return self._hand_out(received)
-        self._look_s = min(max(2 * self._look_s, first_s), longest_s)
+        self._look_s = self._looks.next_s()
         return None
 
     def _room(self) -> int:
@@ -491,13 +494,12 @@ class Pump:
 
     def _pause(self, error: BrokerUnavailable | ConfigurationError | StoreError) -> None:
         self._raise_if_final(error)
-        first_s, longest_s = _PAUSE_S
-        now = time.monotonic()
+        # about half as long as the trouble lasts
+        self._backoff = self._backoff or Backoff(*_PAUSE_S, factor=1.5, spread=(0.5, 1.5))
+        now, wait_s = time.monotonic(), self._backoff.next_s()
         away = not isinstance(error, StoreError) or error.fault is Fault.UNAVAILABLE
         if away:
             self._paused_at = self._paused_at or now
-        wait_s = min(max(first_s, (now - (self._paused_at or now)) / 2), longest_s)
-        wait_s *= random.uniform(0.5, 1.5)
         if away:
             if not isinstance(error, StoreError):
                 self._troubled(error, for_s=now - (self._paused_at or now))
@@ -507,6 +509,7 @@ class Pump:
         self._wait(wait_s, for_settled=False)
 
     def _resumed(self) -> None:
+        self._backoff = None
         if self._paused_at is not None:
             paused_s = time.monotonic() - self._paused_at
             self._app.events.emit(ConsumptionResumed(paused_s=paused_s, source=self.name))

@@ -7,13 +7,12 @@ ids. Several relays, in one process or on many machines, share the work through 
 
 from __future__ import annotations
 
-import random
 import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -47,6 +46,7 @@ from txbox.events import (
 from txbox.handlers import Handler
 from txbox.message import Message
 from txbox.outbox import Route
+from txbox.policy import Backoff
 from txbox.processing.failure import printable
 from txbox.processing.intake import presentable
 from txbox.session import Operation, Session, Statement
@@ -91,6 +91,7 @@ class TopicPause:
     since: float
     until: float
     away: tuple[Trouble, float] | None = None
+    backoff: Backoff = field(default_factory=lambda: Backoff(*_PAUSE_S))
 
 
 class Relay:
@@ -128,13 +129,17 @@ class Relay:
         self._runs = False
         self._woken = threading.Event()
         self._staged = False
-        self._pause_s = _BUSY_S
+        # between two looks at the outbox
+        self._polls = Backoff(_BUSY_S, self._policy.poll.total_seconds(), spread=(0.75, 1.0))
+        # while the broker is away
         self._paused_at: float | None = None
+        self._backoff = Backoff(*_PAUSE_S)
+        self._pause_s = 0.0
         self._paused_topics: dict[str, TopicPause] = {}
         self._look_s = 0.0
         # why nothing is sent, and by the monotonic clock when that was found out last
         self._away: tuple[Trouble, float] | None = None
-        self._adopt_at, self._adopt_s = 0.0, _ADOPT_S[0]
+        self._adopts, self._adopt_at = Backoff(*_ADOPT_S), 0.0
         local = route.destination is None
         self._taken = Taken(
             route=route.name, topics=route.topics, others=route.others, whole=local,
@@ -201,7 +206,7 @@ class Relay:
         if not look.rows:
             return look.more
         points.at("relay:leased")
-        self._pause_s = _BUSY_S
+        self._polls.reset()
         rows = self._readable(look.rows, token)
         send = self._deliver if self._publisher is None else self._publish
         return send(rows, token) if rows else True
@@ -237,7 +242,7 @@ class Relay:
             taken = taken.without(self._paused_topics)
             for topic, pause in self._paused_topics.items():
                 if pause.until <= now:
-                    pause.until = now + _pause_for(pause.since)
+                    pause.until = now + pause.backoff.pause_s
                     # several: a message that is never confirmed must not look like a topic that takes none
                     limit = min(limit, _PROBE_ROWS)
                     store, taken = self._new_store(), taken.only(topic)
@@ -260,13 +265,14 @@ class Relay:
     def _adopt(self) -> None:
         """Adopt rows of an earlier or later release of this app, which had other consumers."""
         adopts = self._app.routes.adopts
-        found = None
+        adopted = None
         try:
-            found = self._patiently(lambda db: self._store.adopt(db, self._route.name, adopts))
+            adopted = self._patiently(lambda db: self._store.adopt(db, self._route.name, adopts))
         except Exception as error:  # noqa: BLE001  # see contain
-            self._app.protocol.contain(Boundary.RELAY, error, retry_in_s=self._adopt_s)
-        self._adopt_s = _ADOPT_S[0] if found else min(self._adopt_s * 2, _ADOPT_S[1])
-        self._adopt_at = time.monotonic() + self._adopt_s
+            self._app.protocol.contain(Boundary.RELAY, error, retry_in_s=self._adopts.pause_s)
+        if adopted:
+            self._adopts.reset()
+        self._adopt_at = time.monotonic() + self._adopts.next_s()
 
     def _consumed(self, topic: str, kind: str | None) -> bool:
         return bool(self._app.handlers.matching(topic, kind))
@@ -278,22 +284,20 @@ class Relay:
             while not self._stop() and (left_s := ends - time.monotonic()) > 0:
                 time.sleep(min(left_s, _STOP_S))
             return
-        poll_s = self._policy.poll.total_seconds()
-        idle = self._polled and self._pause_s >= poll_s
-        wait_s = None if idle else self._pause_s * random.uniform(0.75, 1.0)
+        idle = self._polled and self._polls.at_longest
+        wait_s = None if idle else self._polls.next_s()
         if self._paused_topics:
             probe_at = min(pause.until for pause in self._paused_topics.values())
             probe_s = max(probe_at - time.monotonic(), _BUSY_S)
             wait_s = probe_s if wait_s is None else min(wait_s, probe_s)
-        woken = self._woken.wait(wait_s)
+        self._woken.wait(wait_s)
         if self._staged:
             # the transaction that staged commits a moment later, and rows seldom come alone
             time.sleep(_TOGETHER_S)
         self._woken.clear()
         if self._staged:
-            self._staged, self._pause_s = False, _BUSY_S
-        elif not woken:
-            self._pause_s = min(self._pause_s * 2, poll_s)
+            self._staged = False
+            self._polls.reset()
 
     # -- to a broker --------------------------------------------------------------------------
 
@@ -507,7 +511,7 @@ class Relay:
                 self._broker_away(refusal)
                 return False
             pause = self._paused_topics.setdefault(topic, TopicPause(now, now))
-            pause_s = _pause_for(pause.since)
+            pause_s = pause.backoff.next_s()
             pause.until = now + pause_s
             pause.away = self._trouble(refusal, pause.since, topic)
             self._app.events.emit(
@@ -521,8 +525,10 @@ class Relay:
         return True
 
     def _broker_away(self, error: Exception) -> None:
-        self._paused_at = self._paused_at or time.monotonic()
-        pause_s = _pause_for(self._paused_at)
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
+            self._backoff.reset()
+        self._pause_s = pause_s = self._backoff.next_s()
         reason = f"{'' if isinstance(error, BrokerError) else f'{type(error).__name__}: '}{error}"
         self._away = self._trouble(reason, self._paused_at)
         self._app.events.emit(
@@ -532,7 +538,6 @@ class Relay:
                 retry_in_s=pause_s,
             )
         )
-        self._pause_s = pause_s
 
     def _failure(self, row: Staged, error: Exception, token: str) -> tuple[Statement, Event]:
         attempt, retry = row.attempts + 1, self._policy.retry
@@ -799,12 +804,6 @@ class Relays:
             for relay, running in zip(self._relays, self._threads, strict=False)
             if running.is_alive()
         ]
-
-
-def _pause_for(since: float) -> float:
-    """Pause for as long as the trouble has lasted so far."""
-    first_s, longest_s = _PAUSE_S
-    return min(max(time.monotonic() - since, first_s), longest_s)
 
 
 def _wave(rows: Sequence[Staged]) -> tuple[list[Staged], list[Staged]]:

@@ -10,7 +10,6 @@ import faulthandler
 import logging
 import math
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -20,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from queue import Empty, SimpleQueue
@@ -28,7 +27,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from txbox.boundaries import log as _log
-from txbox.policy import GRACE
+from txbox.policy import GRACE, Backoff
 
 if TYPE_CHECKING:
     from txbox.worker.serving import Server
@@ -172,7 +171,7 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     start_at: float = 0.0
-    deaths: int = 0
+    restarts: Backoff = field(default_factory=lambda: Backoff(*_RESTART_S, spread=(0.75, 1.25)))
     code: int | None = None
 
     @property
@@ -293,10 +292,9 @@ class _Supervisor:
                 self._stop(signal.SIGTERM)
             return
         now = time.monotonic()
-        child.deaths = 1 if now - child.started_at > _HEALTHY_S else child.deaths + 1
-        first_s, longest_s = _RESTART_S
-        pause_s = min(first_s * 2 ** min(child.deaths - 1, 10), longest_s)
-        child.start_at = now + pause_s * random.uniform(0.75, 1.25)
+        if now - child.started_at > _HEALTHY_S:
+            child.restarts.reset()
+        child.start_at = now + child.restarts.next_s()
         _log.error(
             "Worker process %d ended with status %d; it is started again in %.1f s.",
             child.number,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import random
 import secrets
 import threading
 import time
@@ -19,6 +18,7 @@ from txbox.boundaries import Boundary
 from txbox.errors import CURABLE, Fault, StoreError
 from txbox.events import MessageUnmatched
 from txbox.handlers import Handler
+from txbox.policy import Backoff
 from txbox.session import Session
 from txbox.store import leases
 from txbox.store.codec import Leased
@@ -113,7 +113,7 @@ class Poll:
         self._stop = stop
         self._idle_s = min(_IDLE_S, app.relaying.poll.total_seconds()) if outbox else _IDLE_S
         self._changed = threading.Condition()
-        self._pause_s = min(_BUSY_S, self._idle_s)
+        self._backoff = Backoff(_BUSY_S, self._idle_s, factor=_GROWTH, spread=(0.9, 1.0))
         self._asked_at = self._ask_at = 0.0
         # what the last answers said of the time until the next ones
         self._due_at: dict[str, float] = {}
@@ -137,7 +137,7 @@ class Poll:
     def soon(self) -> None:
         """Rows may become due before the next look: look at once, and often for a while. From any thread."""
         with self._changed:
-            self._pause_s = min(_BUSY_S, self._idle_s)
+            self._backoff.reset()
             # not more often than that, however much there is to tell
             ask_at = max(time.monotonic(), self._asked_at + _BUSY_S)
             if ask_at < self._ask_at:
@@ -179,8 +179,7 @@ class Poll:
 
     def _ask(self, driver: Driver) -> None:
         with self._changed:
-            pause_s = self._pause_s * random.uniform(0.9, 1.0)
-            self._pause_s = min(self._pause_s * _GROWTH, self._idle_s)
+            pause_s = self._backoff.next_s()
             # before the answer comes: `soon` may be called meanwhile
             self._asked_at = time.monotonic()
             self._ask_at = self._asked_at + pause_s
@@ -249,7 +248,7 @@ class Table:
         self._leasing = False
         self._look = False
         # what the poll says to be due may be another's, or wait for its turn
-        self._pause_s = _BUSY_S
+        self._backoff = Backoff(_BUSY_S, _IDLE_S)
         self._due_from = 0.0
         self._suspects_at = 0.0
         self._heads_only, self._dead_blocks = app.handlers.order_of(consumer)
@@ -420,7 +419,8 @@ class Table:
         if not found:
             self._look_later()
             return
-        self._pause_s, self._due_from = _BUSY_S, 0.0
+        self._backoff.reset()
+        self._due_from = 0.0
         if found >= limit:
             self._look = True
         else:
@@ -428,13 +428,12 @@ class Table:
         self._wake()
 
     def _look_later(self) -> None:
-        self._due_from = time.monotonic() + self._pause_s
-        self._pause_s = min(self._pause_s * 2, _IDLE_S)
+        self._due_from = time.monotonic() + self._backoff.next_s()
 
     def _not_leased(self, db: Session, error: Exception) -> None:
         """Rows are left where they are: what was leased without an answer is rescued."""
         self._app.protocol.contain(
-            Boundary.LEASE, error, consumer=self.consumer, retry_in_s=self._pause_s
+            Boundary.LEASE, error, consumer=self.consumer, retry_in_s=self._backoff.pause_s
         )
         db.discard()
         self._look_later()
