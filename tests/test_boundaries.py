@@ -39,7 +39,7 @@ from txbox.store import activity, leases
 from txbox.store.codec import Columns
 from txbox.store.inbox import InboxStore
 from txbox.store.outbox import OutboxStore
-from txbox.worker import pulse, table
+from txbox.worker import agenda, pulse
 from txbox.worker.health import Health
 from txbox.worker.relay import LocalDelivery
 from txbox.worker.serving import PROBES, Server, probes
@@ -409,7 +409,7 @@ def lease(scene: Scene) -> None:
 @case(Boundary.POLL, "processed")
 def poll(scene: Scene) -> None:
     fail_once(scene)
-    scene.patch.setattr(table, "_IDLE_S", 0.05)
+    scene.patch.setattr(agenda, "_IDLE_S", 0.05)
     scene.raise_first(leases, "due")
 
 

@@ -8,7 +8,17 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, Self, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    Protocol,
+    Self,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from txbox.boundaries import log as _log
 from txbox.brokers.base import Destination, Source
@@ -64,7 +74,10 @@ if TYPE_CHECKING:
     from txbox.observers.tracing import Tracing
     from txbox.ui import Authenticate, Dashboard, Token, Tokens
 
-_LEFT = frozenset({Outcome.FAILED, Outcome.DEFERRED})
+#: What an agenda calls the outbox; no consumer has this name.
+OUTBOX = ""
+# the transaction that stages something commits a moment later, and rows seldom come alone
+_COMMIT_S = 0.005
 
 F = TypeVar("F", bound=Callable[..., Any])
 # a resolver may pass more
@@ -73,6 +86,13 @@ OfMessages = TypeVar(
     "OfMessages", bound=Callable[Concatenate[list[Message[Any]], Any, ...], object]
 )
 Outside = TypeVar("Outside", bound=Callable[[Message[Any]], object])
+
+
+class Agenda(Protocol):
+    """When the worker of this process looks for rows; see `txbox.worker.agenda`."""
+
+    def look(self, name: str, in_s: float = 0.0) -> None: ...
+    def poll_soon(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,9 +222,11 @@ class App:
             settings=lambda: self.database.handler_settings,
         )
         self.intake = Intake(self.protocol)
-        #: Called when `process`, `answer` or `send` leaves a message in the table, or makes the next version due, with
-        #: its consumer and outcome (FAILED, DEFERRED or PROCESSED), so that a worker of this process looks there.
-        self.left: Callable[[str, Outcome], None] | None = None
+        #: Of the worker of this process, while one runs: what is staged here, or parked by `process`, need not wait
+        #: until the database is asked for it.
+        self.agenda: Agenda | None = None
+        self.outbox.staged = self._look_for_outgoing
+        self.effects.staged = self._look_for_effect
 
     def __repr__(self) -> str:
         count = len(self.handlers)
@@ -656,8 +678,7 @@ class App:
         )
         if counts:
             self.activity.settled(handler.consumer, settled, [Moment(began)], began)
-        if self.left is not None:
-            self._tell_of_left(self.left, handler, settled)
+        self._look_for(handler, settled)
         return settled[0]
 
     async def look_for_pauses(self, db: Session) -> None:
@@ -678,12 +699,28 @@ class App:
                     error,
                 )
 
-    def _tell_of_left(
-        self, left: Callable[[str, Outcome], None], handler: Handler, settled: Sequence[Answer]
-    ) -> None:
-        told = _LEFT if handler.options.sequence is None else _LEFT | {Outcome.PROCESSED}
-        for outcome in {answer.outcome for answer in settled} & told:
-            left(handler.consumer, outcome)
+    def _look_for(self, handler: Handler, settled: Sequence[Answer]) -> None:
+        """Have the worker of this process look for what `process`, `answer` or `send` has stored."""
+        agenda = self.agenda
+        if agenda is None:
+            return
+        outcomes = {answer.outcome for answer in settled}
+        if Outcome.DEFERRED in outcomes:
+            agenda.look(handler.consumer)
+        ordered = handler.options.sequence is not None
+        if Outcome.FAILED in outcomes or (ordered and Outcome.PROCESSED in outcomes):
+            # a retry, or the version behind this one
+            agenda.poll_soon()
+
+    def _look_for_outgoing(self) -> None:
+        agenda = self.agenda
+        if agenda is not None:
+            agenda.look(OUTBOX)
+
+    def _look_for_effect(self, consumer: str, delay_s: float) -> None:
+        agenda = self.agenda
+        if agenda is not None:
+            agenda.look(consumer, delay_s + _COMMIT_S)
 
     async def unmatched_message(
         self, db: Session, message: Message[Any], source: str | None = None
@@ -732,8 +769,7 @@ class App:
             for index, answer in zip(indexes, settled, strict=True):
                 answers[index][handler.consumer] = answer.outcome
             self.activity.settled(handler.consumer, settled, [Moment(began)] * len(settled), began)
-            if self.left is not None:
-                self._tell_of_left(self.left, handler, settled)
+            self._look_for(handler, settled)
         return answers
 
     # -- life ---------------------------------------------------------------------------------

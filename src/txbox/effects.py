@@ -44,8 +44,8 @@ class Effects:
         self._limits = limits
         self._schema = schema
         self._columns = columns
-        #: Called when an effect was staged in this process, before its commit.
-        self.staged: Callable[[], None] | None = None
+        #: Called when an effect was staged in this process, before its commit, with its consumer and delay in seconds.
+        self.staged: Callable[[str, float], None] | None = None
 
     def stage(
         self,
@@ -110,16 +110,17 @@ class Effects:
             headers=with_passed_on(Headers(headers), passed_on(found)),
         )
         arrival: Arrival = handler.arrival(message, self._limits)
+        delay_s = delay.total_seconds() if delay else 0.0
         await db.send(
             InboxStore(dialect, self._columns).storing(
                 handler.consumer,
                 [arrival],
                 token=secrets.token_hex(16),
-                delay_s=delay.total_seconds() if delay else 0.0,
+                delay_s=delay_s,
             )
         )
         if self.staged is not None:
-            self.staged()
+            self.staged(handler.consumer, delay_s)
         return effect_id
 
     def _handler(self, name: str) -> Handler:

@@ -23,6 +23,7 @@ from txbox.errors import BrokerError, ConfigurationError, Fault, StoreError, Sto
 from txbox.events import ConsumptionPaused, ConsumptionResumed, MessageUnmatched, SettleFailed
 from txbox.message import Message
 from txbox.session import Session
+from txbox.worker.agenda import Agenda
 from txbox.worker.driving import Driver
 from txbox.worker.lane import Lane
 from txbox.worker.lanes import Lanes
@@ -297,7 +298,8 @@ def test_a_lane_that_rests_lets_the_other_thread_receive_at_once(shop: Shop) -> 
     """Also if it has settled earlier, when there was nothing to hurry."""
     shop.handler()
     driver = Driver(shop.app)
-    lanes = Lanes(shop.app, driver, stop=lambda: False, ended=lambda _error: None)
+    agenda = Agenda(shop.app, stop=lambda: False)
+    lanes = Lanes(shop.app, driver, agenda, stop=lambda: False, ended=lambda _error: None)
     lanes.make()
     pump = Pump(
         shop.app, driver, Memory([]), lanes,

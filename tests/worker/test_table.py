@@ -17,14 +17,14 @@ from txbox import Message, Outcome, RelayPolicy, Retry, session
 from txbox.brokers.base import Delivery
 from txbox.brokers.local import Local
 from txbox.processing import attempt
-from txbox.worker import pulse, table
+from txbox.worker import agenda, pulse
 
 NEVER_S = 3600.0
 
 
 def never_poll(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle worker of this app looks by itself only after an hour, at the inbox and at the outbox."""
-    monkeypatch.setattr(table, "_IDLE_S", NEVER_S)
+    monkeypatch.setattr(agenda, "_IDLE_S", NEVER_S)
     # the poll is one for both: it is as frequent as the outbox, which any worker looks after, wants it
     shop.app.relaying = RelayPolicy(poll=timedelta(seconds=NEVER_S))
 
@@ -48,7 +48,7 @@ def test_an_idle_worker_sends_fewer_statements_than_seconds_pass(
     shop: Shop, handlers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # everything ten times as fast
-    for module, name in ((table, "_IDLE_S"), (pulse, "_BEAT_S"), (pulse, "_WRITE_S")):
+    for module, name in ((agenda, "_IDLE_S"), (pulse, "_BEAT_S"), (pulse, "_WRITE_S")):
         monkeypatch.setattr(module, name, getattr(module, name) / 10)
     for number in range(handlers):
         shop.handler(consumer=f"consumer-{number}")
@@ -109,7 +109,7 @@ def test_what_this_process_sends_wakes_its_worker(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never_poll(shop, monkeypatch)
-    monkeypatch.setattr(table, "_BUSY_S", NEVER_S)
+    monkeypatch.setattr(agenda, "_BUSY_S", NEVER_S)
     points = Points(monkeypatch)
     shop.handler()
     shop.app.consume(Memory([], endless=True))
@@ -121,13 +121,13 @@ def test_what_this_process_sends_wakes_its_worker(
         shop.app.send_many([paid("m2"), paid("m3")])
         eventually(lambda: statuses(shop.raw) == {"processed": 3})
     assert points.sent().count("due") == 1
-    assert shop.app.left is None, "nobody is told any more"
+    assert shop.app.agenda is None, "nobody is told any more"
 
 
 def looks_twice(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle worker looks at its start and once more, then only after an hour, unless it is told of something."""
     never_poll(shop, monkeypatch)
-    monkeypatch.setattr(table, "_GROWTH", NEVER_S / table._BUSY_S)
+    monkeypatch.setattr(agenda, "_GROWTH", NEVER_S / agenda._BUSY_S)
 
 
 def test_an_effect_of_this_process_wakes_its_worker(
@@ -145,7 +145,7 @@ def test_an_effect_of_this_process_wakes_its_worker(
         eventually(lambda: points.seen.count("after:due") == 2)
         assert shop.deliver(paid("m1")) is Outcome.PROCESSED
         eventually(lambda: statuses(shop.raw) == {"processed": 2})
-    assert shop.app.effects.staged is None, "nobody is told any more"
+    assert shop.app.agenda is None, "nobody is told any more"
 
 
 def test_a_version_that_process_takes_wakes_those_that_wait_for_it(
@@ -179,10 +179,9 @@ def test_what_process_parks_is_retried_by_the_worker_of_this_process(
     service = worker(shop.app)
     with running(service):
         eventually(lambda: "after:due" in points.seen)
-        poll = service._lanes._poll
-        assert poll is not None
         # the pauses of a worker that has been idle for long
-        poll._backoff.pause_s, poll._ask_at = NEVER_S, time.monotonic() + NEVER_S
+        service._agenda._backoff.pause_s = NEVER_S
+        service._agenda._poll_at = time.monotonic() + NEVER_S
         shop.deliver(paid("m1"))
         asked = points.sent().count("due")
         eventually(lambda: statuses(shop.raw) == {"processed": 1})
@@ -194,7 +193,7 @@ def test_what_is_staged_for_a_handler_of_this_app_wakes_its_consumer_alone(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never_poll(shop, monkeypatch)
-    monkeypatch.setattr(table, "_BUSY_S", NEVER_S)
+    monkeypatch.setattr(agenda, "_BUSY_S", NEVER_S)
     done = threading.Event()
 
     def stage(message: Message[Any], tx: Any) -> None:
@@ -227,7 +226,7 @@ def test_a_version_that_waited_runs_when_the_one_before_it_is_done(
 ) -> None:
     """Its row is due from that commit on."""
     never_poll(shop, monkeypatch)
-    monkeypatch.setattr(table, "_GROWTH", 1e9)
+    monkeypatch.setattr(agenda, "_GROWTH", 1e9)
     monkeypatch.setattr(attempt, "_GAP_LOOK_S", 2 * NEVER_S)
     shop.handler(sequence="headers.n")
     source = Memory([paid("m2", key="k", headers={"n": "2"})], endless=True)
@@ -235,9 +234,7 @@ def test_a_version_that_waited_runs_when_the_one_before_it_is_done(
     idle = worker(shop.app)
     with running(idle):
         eventually(lambda: source.settled_ids == ["m2"])
-        poll = idle._lanes._poll
-        assert poll is not None
-        eventually(lambda: poll._ask_at > time.monotonic() + NEVER_S / 2)
+        eventually(lambda: idle._agenda._poll_at > time.monotonic() + NEVER_S / 2)
         source.waiting.append(Delivery(paid("m1", key="k", headers={"n": "1"}), TOPIC))
         eventually(lambda: statuses(shop.raw) == {"processed": 2})
     assert shop.calls == ["m1", "m2"]

@@ -29,9 +29,11 @@ from txbox.policy import Backoff
 from txbox.processing.intake import Leasing
 from txbox.processing.waiting import Holder
 from txbox.session import Following, Session, Statements, resumed
+from txbox.worker.agenda import Agenda
 from txbox.worker.table import Row, Table, take_together
 
 _AGAIN_S = (0.1, 5.0)
+_SOON_S = 0.001
 # batches in a row on one connection; then it is returned once, so that others waiting for it get their turn
 _BATCHES_PER_CONNECTION = 16
 
@@ -42,7 +44,6 @@ class Lane:
     Args:
         ready: called when there is work; runs `turn`, and again for as long as it returns True.
         crowded: True if other lanes are waiting for this one's thread.
-        wake_at: calls `wake` at a time of the monotonic clock.
 
     Guarantee: a delivery without a settling outcome stays unacknowledged.
     """
@@ -57,7 +58,7 @@ class Lane:
         stop: Callable[[], bool],
         ready: Callable[[Lane], None],
         crowded: Callable[[], bool],
-        wake_at: Callable[[float, Callable[[], None]], None],
+        agenda: Agenda,
     ) -> None:
         self._app = app
         self._table = table
@@ -75,11 +76,10 @@ class Lane:
         self._rows: deque[Row] = deque()
         self._ready = ready
         self._crowded = crowded
-        self._wake_at = wake_at
+        self._agenda = agenda
         #: True from `ready` to the end of its last turn.
         self.busy = False
         self._woken = False
-        self._timed_at: float | None = None
         self._ahead: Prepared | None = None
         self._in_a_row = 0
         self._holder = Holder()
@@ -158,7 +158,7 @@ class Lane:
         pause_s = _AGAIN_S[1]
         self._contain(error, pause_s)
         db.discard()
-        self._wake_at(time.monotonic() + pause_s, self.wake)
+        self._agenda.look(self.wake, pause_s)
 
     def _contain(self, error: Exception, retry_in_s: float) -> None:
         consumer = self._table.consumer
@@ -280,7 +280,7 @@ class Lane:
 
     def _may_look_ahead(self) -> bool:
         queue = self._queue
-        if not queue or self._again or self._table.due or self._stop():
+        if not queue or self._again or self._table.has_work or self._stop():
             return False
         head = queue[0]
         return (
@@ -313,7 +313,7 @@ class Lane:
             self._rows.extend(self._leased(batch, leasing))
         deferred = self._settled(batch, answers, began)
         if deferred if leasing is None else leasing.given_back:
-            self._table.look_now()
+            self._table.mark_due()
 
     def _settled(self, batch: list[Work], answers: list[Answer], began: float) -> bool:
         """Settle the deliveries with a settling answer and hold the others; returns whether one was deferred."""
@@ -333,7 +333,7 @@ class Lane:
                 failed = True
         if failed or batch[0].modes.handler.options.sequence is not None:
             # a retry, or the version behind this one, may be due before the next poll
-            self._table.soon()
+            self._agenda.poll_soon()
         settle(done)
         return deferred
 
@@ -370,7 +370,7 @@ class Lane:
         finally:
             self._table.put_back(rows)
         if not leasing.rows:
-            self._table.look_now()
+            self._table.mark_due()
         settle(waiting)
 
     def _unsettled(self, db: Session, batch: list[Work], error: Exception) -> list[Answer]:
@@ -454,9 +454,9 @@ class Lane:
         # finishing a suspect or ordered row lets others run, and a retry may be due at once
         at_once = failed and options.retry.base.total_seconds() == 0
         if first.suspect or options.in_order or at_once:
-            self._table.look_now()
+            self._table.mark_due()
         elif failed:
-            self._table.soon()
+            self._agenda.poll_soon()
 
     def _rests(self) -> bool:
         """End the turn and return True, unless work has arrived meanwhile."""
@@ -466,9 +466,9 @@ class Lane:
             self.busy = False
             # under the lock: another turn may begin as soon as it is released
             again_at = self._again[0][0] if self._again else None
-            timed, self._timed_at = again_at == self._timed_at, again_at
-        if again_at is not None and not timed:
-            self._wake_at(again_at, self.wake)
+        if again_at is not None:
+            # never in this thread, which still runs this turn
+            self._agenda.look(self.wake, max(_SOON_S, again_at - time.monotonic()))
         return True
 
 

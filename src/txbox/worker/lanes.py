@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -18,11 +18,11 @@ from txbox.brokers.base import Delivery
 from txbox.handlers import Handler
 from txbox.identity import EFFECT_PREFIX
 from txbox.message import Message
-from txbox.outcome import Outcome
 from txbox.session import Connection, Connections, drive, drive_async
+from txbox.worker.agenda import Agenda
 from txbox.worker.driving import Driver
 from txbox.worker.lane import Acknowledge, HandlerModes, Lane, Parts, Work
-from txbox.worker.table import Poll, Table
+from txbox.worker.table import Table
 
 _MATCHES_MAX = 4096
 # connections of a worker, unless a handler has more lanes
@@ -217,16 +217,16 @@ class Lanes:
         self,
         app: App,
         driver: Driver,
+        agenda: Agenda,
         *,
         stop: Callable[[], bool],
         ended: Callable[[BaseException | None], None],
     ) -> None:
         self._app = app
         self._driver = driver
+        self._agenda = agenda
         self._ended = ended
         self._stop = stop
-        self._outbox: Callable[[], None] | None = None
-        self._poll: Poll | None = None
         self._lock = threading.Lock()
         self._busy = 0
         #: How many turns have begun.
@@ -244,20 +244,13 @@ class Lanes:
     def __len__(self) -> int:
         return sum(len(lanes) for lanes in self.by_consumer.values())
 
-    def make(self, outbox: Callable[[], None] | None = None) -> None:
-        """Make lanes for the handlers registered so far.
-
-        Args:
-            outbox: called when a row of the outbox is due; None means not to look.
-        """
+    def make(self) -> None:
+        """Make lanes for the handlers registered so far."""
         suspects = threading.Lock()
-        consumers = list(self._app.handlers.consumers())
-        self._outbox = outbox
-        self._poll = poll = Poll(
-            self._app, consumers, due=self._due, outbox=outbox is not None, stop=self._stop
-        )
         wanted = [
-            each.options.concurrency for each in self._app.handlers if each.options.transactional
+            handler.options.concurrency
+            for handler in self._app.handlers
+            if handler.options.transactional
         ]
         count = self._app.limits.connections or max([_CONNECTIONS, *wanted])
         self._seats = Seats(count)
@@ -269,15 +262,15 @@ class Lanes:
                 consumer,
                 suspects=suspects,
                 stop=self._stop,
-                wake=partial(self._wake, consumer),
-                soon=poll.soon,
+                agenda=self._agenda,
             )
+            self._agenda.parts[consumer] = table
             for is_async in sorted({handler.is_async for handler in handlers}):
                 alike = [handler for handler in handlers if handler.is_async == is_async]
                 beside = not all(handler.options.transactional for handler in alike)
                 threads = self._threads[beside]
                 ready = self._turn_on_loop if is_async else partial(self._turn_in_thread, threads)
-                self.by_consumer[consumer, is_async] = [
+                lanes = [
                     Lane(
                         self._app,
                         table,
@@ -286,13 +279,15 @@ class Lanes:
                         stop=self._stop,
                         ready=ready,
                         crowded=_never if is_async else threads.crowded,
-                        wake_at=poll.call_at,
+                        agenda=self._agenda,
                     )
                     for index in range(max(handler.options.concurrency for handler in alike))
                 ]
+                self.by_consumer[consumer, is_async] = lanes
+                table.wakes += [lane.wake for lane in lanes]
                 for handler in alike:
-                    lanes = self.by_consumer[consumer, is_async][: handler.options.concurrency]
-                    self._modes[handler] = HandlerModes(handler), tuple(lanes)
+                    of_handler = tuple(lanes[: handler.options.concurrency])
+                    self._modes[handler] = HandlerModes(handler), of_handler
 
     @property
     def busy(self) -> int:
@@ -435,54 +430,6 @@ class Lanes:
         if key is None:
             return lanes[self._handed % len(lanes)]
         return lanes[crc32(str(key).encode("utf-8", "surrogatepass")) % len(lanes)]
-
-    # -- rows that are due ---------------------------------------------------------------------
-
-    def poll(self) -> None:
-        """Look for due rows, for all consumers, until stopped."""
-        assert self._poll is not None, "made before it is polled for"
-        self._poll.run(self._driver)
-
-    def late(self) -> dict[str, float]:
-        """See `Poll.late`."""
-        return {} if self._poll is None else self._poll.late()
-
-    def wake(self) -> None:
-        """Have the poll check whether it is stopped; lanes do so themselves."""
-        if self._poll is not None:
-            self._poll.wake()
-
-    def look_now(self, consumers: Iterable[str]) -> None:
-        """Have consumers look for due rows now, because rows have arrived other than from a source."""
-        for consumer in consumers:
-            # unless the consumer was registered after `make`
-            if consumer in self.tables:
-                self.tables[consumer].look_now()
-                self._wake(consumer)
-
-    def left(self, consumer: str, outcome: Outcome) -> None:
-        """See `App.left`."""
-        if outcome is Outcome.DEFERRED:
-            self.look_now([consumer])
-        else:
-            self.soon()
-
-    def soon(self) -> None:
-        """See `Poll.soon`."""
-        if self._poll is not None:
-            self._poll.soon()
-
-    def _due(self, name: str) -> None:
-        if name in self.tables:
-            if self.tables[name].told():
-                self._wake(name)
-        elif self._outbox is not None:
-            self._outbox()
-
-    def _wake(self, consumer: str) -> None:
-        for is_async in (False, True):
-            for lane in self.by_consumer.get((consumer, is_async), ()):
-                lane.wake()
 
 
 def _never() -> bool:

@@ -40,7 +40,7 @@ class Pulse:
         late: for how many seconds the first due row of each consumer, and of the outbox under the empty name, has
             been due; None if nobody looks.
         tables: of paused consumers, what is leased and does not run is given back.
-        resumed: called with consumers that are not paused any more.
+        resumed: called with each consumer that is not paused any more.
 
     Guarantee: nothing waits for it, and nothing ends with it. While the database is away who is paused stays so, and
     it counts on; what a crash leaves unwritten, a few seconds of a statistic, is lost.
@@ -60,7 +60,7 @@ class Pulse:
         doing: Callable[[], Doing] = Doing,
         late: Callable[[], Mapping[str, float]] | None = None,
         tables: Collection[Table] = (),
-        resumed: Callable[[Collection[str]], None] | None = None,
+        resumed: Callable[[str], None] | None = None,
     ) -> None:
         self._app = app
         self._driver = driver
@@ -151,8 +151,9 @@ class Pulse:
 
     def _heard(self, paused: Iterable[Pause]) -> None:
         resumed = self._app.pauses.heard(paused)
-        if resumed and self._resumed is not None:
-            self._resumed(resumed)
+        if self._resumed is not None:
+            for consumer in resumed:
+                self._resumed(consumer)
 
     async def _left(self, db: Session) -> None:
         await self._write(db)

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -99,7 +99,7 @@ class Relay:
 
     Args:
         stop: True when nothing more must be leased; what is being published is still marked.
-        delivered: called with the names of this app's consumers that messages have reached.
+        delivered: called with the name of each consumer of this app that messages have reached.
         polled: the caller calls `look` when a row is due, so an idle relay does not poll by itself.
 
     Guarantee: a committed row is published at least once, always under its own id, and marked only
@@ -114,7 +114,7 @@ class Relay:
         perform: Perform,
         *,
         stop: Callable[[], bool],
-        delivered: Callable[[Collection[str]], None] | None = None,
+        delivered: Callable[[str], None] | None = None,
         polled: bool = False,
     ) -> None:
         self._app = app
@@ -168,13 +168,13 @@ class Relay:
         finally:
             self.close()
 
-    def wake(self) -> None:
-        """Look at the outbox soon, because something may have been staged. Callable from any thread."""
-        self._staged = True
-        self._woken.set()
+    def look(self, *, staged: bool = False) -> None:
+        """Look at the outbox, from any thread.
 
-    def look(self) -> None:
-        """Look at the outbox once, because a row is due. Callable from any thread."""
+        Args:
+            staged: something may come with a transaction that has not ended yet, so look again soon.
+        """
+        self._staged = self._staged or staged
         self._woken.set()
 
     def close(self) -> None:
@@ -602,7 +602,8 @@ class Relay:
         if count is not None:
             self._works()
         if count and self._delivered is not None:
-            self._delivered(reached)
+            for consumer in reached:
+                self._delivered(consumer)
         self._report_sent(count or 0, started)
         return count is not None
 
@@ -728,8 +729,8 @@ class Relays:
     Args:
         stop: True when nothing more must be leased.
         ended: called by each thread with what ended it; None for a normal stop.
-        delivered: called with the names of this app's consumers that messages have reached.
-        polled: the caller calls `look` when a row is due.
+        delivered: called with the name of each consumer of this app that messages have reached.
+        polled: an agenda calls `due` when a row is due.
     """
 
     def __init__(
@@ -739,7 +740,7 @@ class Relays:
         *,
         stop: Callable[[], bool],
         ended: Callable[[BaseException | None], None],
-        delivered: Callable[[Collection[str]], None] | None = None,
+        delivered: Callable[[str], None] | None = None,
         polled: bool = False,
     ) -> None:
         self._app = app
@@ -752,22 +753,23 @@ class Relays:
         self._listener: Listening | None = None
 
     def start(self) -> None:
-        """Start a thread per route. Staging in this process wakes them; with notify, staging in any process does."""
-        self._app.outbox.staged = self.wake
+        """Start a thread per route. With notify, what any process stages wakes them."""
         if self._app.notify:
-            self._listener = self._app.database.listener(self.wake)
+            self._listener = self._app.database.listener(self.look)
             if self._listener is not None:
                 self._listener.start()
         for relay in self._relays:
             self._threads.append(thread(f"txbox-relay-{relay.name}", relay.run, self._ended))
 
-    def wake(self) -> None:
-        """Look at the outbox soon. Callable from any thread."""
-        for relay in self._relays:
-            relay.wake()
-
     def look(self) -> None:
-        """Look at the outbox once, because a row is due. Callable from any thread."""
+        """Something was staged, or is being staged: see `Part.look`."""
+        for relay in self._relays:
+            relay.look(staged=True)
+
+    expect = look
+
+    def due(self) -> None:
+        """See `Part.due`."""
         for relay in self._relays:
             relay.look()
 
@@ -788,10 +790,9 @@ class Relays:
 
         Returns: the names of destinations whose threads did not end in time.
         """
-        self._app.outbox.staged = None
         if self._listener is not None:
             self._listener.stop()
-        self.wake()
+        self.look()
         until = time.monotonic() + timeout_s
         for running in self._threads:
             running.join(max(0.0, until - time.monotonic()))

@@ -1,9 +1,7 @@
-"""Work from the table: rows that this process has leased, and when to look for more."""
+"""Work from the table: rows that this process has leased."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import secrets
 import threading
 import time
@@ -11,25 +9,22 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from txbox.app import App
 from txbox.boundaries import Boundary
-from txbox.errors import CURABLE, Fault, StoreError
 from txbox.events import MessageUnmatched
 from txbox.handlers import Handler
 from txbox.policy import Backoff
 from txbox.session import Session
 from txbox.store import leases
 from txbox.store.codec import Leased
-from txbox.worker.driving import Driver
+from txbox.worker.agenda import Agenda
 
-_BUSY_S = 0.05
-_IDLE_S = 2.5
-# a pause is then about a quarter of the time since something happened
-_GROWTH = 1.25
-# a row that is due by the database's clock must be so when it is asked for
-_MARGIN_S = 0.005
+# after a lease without rows
+_PAUSE_S = (0.05, 2.5)
+# where rows come with a transaction that has not ended yet; then the polls go on
+_EXPECT_S = (0.01, 0.05)
+_SUSPECTS_S = 2.5
 _UNMATCHED_S = 60.0
 
 
@@ -81,149 +76,12 @@ def _size_bytes(row: Row) -> int:
     return len(row.leased.arrival.message.payload or b"")
 
 
-class Poll:
-    """Asks the database for every consumer of a worker at once what is due, and when the next row is.
-
-    Args:
-        consumers: of the worker.
-        due: called with a consumer's name when a row of its is due, with "" for the outbox.
-        outbox: ask for the outbox, too.
-        stop: True when nothing more is to be started.
-
-    It asks often after `soon`, and then less and less often: at least every 2.5 s, or as `RelayPolicy.poll` says.
-    """
-
-    def __init__(
-        self,
-        app: App,
-        consumers: Sequence[str],
-        *,
-        due: Callable[[str], None],
-        outbox: bool,
-        stop: Callable[[], bool],
-    ) -> None:
-        self._app = app
-        self._consumers = consumers
-        self._due = due
-        routes = app.routes.all() if outbox else []
-        names = [route.name for route in routes]
-        self._local = next((route.name for route in routes if route.destination is None), None)
-        # and what was staged without one
-        self._routes = [*names, ""] if names else []
-        self._stop = stop
-        self._idle_s = min(_IDLE_S, app.relaying.poll.total_seconds()) if outbox else _IDLE_S
-        self._changed = threading.Condition()
-        self._backoff = Backoff(_BUSY_S, self._idle_s, factor=_GROWTH, spread=(0.9, 1.0))
-        self._asked_at = self._ask_at = 0.0
-        # what the last answers said of the time until the next ones
-        self._due_at: dict[str, float] = {}
-        # since when, by the last answer, the first row has been due
-        self._late_since: dict[str, float] = {}
-        self._calls: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-
-    def run(self, driver: Driver) -> None:
-        """Poll until stopped."""
-        while not self._stop():
-            try:
-                for call in self._next():
-                    call()
-                if time.monotonic() >= self._ask_at and not self._stop():
-                    self._ask(driver)
-            except Exception as error:  # noqa: BLE001  # see contain
-                retry_in_s = max(0.0, self._ask_at - time.monotonic())
-                self._app.protocol.contain(Boundary.POLL, error, retry_in_s=retry_in_s)
-
-    def soon(self) -> None:
-        """Rows may become due before the next look: look at once, and often for a while. From any thread."""
-        with self._changed:
-            self._backoff.reset()
-            # not more often than that, however much there is to tell
-            ask_at = max(time.monotonic(), self._asked_at + _BUSY_S)
-            if ask_at < self._ask_at:
-                self._ask_at = ask_at
-                self._changed.notify()
-
-    def call_at(self, at: float, call: Callable[[], None]) -> None:
-        """Call something at a time of the monotonic clock, from the thread of the poll."""
-        with self._changed:
-            heapq.heappush(self._calls, (at, next(self._order), call))
-            self._changed.notify()
-
-    def late(self) -> dict[str, float]:
-        """For how many seconds the first due row of each consumer, and of the outbox under "", has been due."""
-        now = time.monotonic()
-        return {name: now - since for name, since in self._late_since.items()}
-
-    def wake(self) -> None:
-        """Look whether to stop."""
-        with self._changed:
-            self._changed.notify()
-
-    def _next(self) -> list[Callable[[], None]]:
-        """Wait until it is time to ask, or to call; returns whom."""
-        with self._changed:
-            now = time.monotonic()
-            first = self._calls[0][0] if self._calls else self._ask_at
-            until = min([self._ask_at, first, *self._due_at.values()])
-            if until > now and not self._stop():
-                self._changed.wait(until - now)
-                now = time.monotonic()
-            calls: list[Callable[[], None]] = []
-            for name in [name for name, at in self._due_at.items() if at <= now]:
-                del self._due_at[name]
-                calls.append(partial(self._due, name))
-            while self._calls and self._calls[0][0] <= now:
-                calls.append(heapq.heappop(self._calls)[2])
-            return calls
-
-    def _ask(self, driver: Driver) -> None:
-        with self._changed:
-            pause_s = self._backoff.next_s()
-            # before the answer comes: `soon` may be called meanwhile
-            self._asked_at = time.monotonic()
-            self._ask_at = self._asked_at + pause_s
-        app = self._app
-        try:
-            answer = driver.perform(
-                app.protocol.persistently,
-                lambda db: leases.due(
-                    db,
-                    app.store.dialect,
-                    self._consumers,
-                    ahead_s=pause_s + _BUSY_S,
-                    routes=self._routes,
-                    local=self._local,
-                ),
-                stop=self._stop,
-            )
-        except StoreError as error:
-            if self._stop() and error.fault in CURABLE:
-                return
-            if error.fault is Fault.SCHEMA:
-                # raises with the command to run, if that is it
-                driver.perform(app.protocol.check_schema)
-            raise
-        self._tell(answer)
-
-    def _tell(self, answer: list[tuple[str, float]]) -> None:
-        now = time.monotonic()
-        self._late_since = {name: now + in_s for name, in_s in answer if in_s <= 0}
-        for name, in_s in answer:
-            if in_s <= 0:
-                self._due(name)
-            else:
-                self._due_at[name] = now + in_s + _MARGIN_S
-
-
 class Table:
     """The due rows of one consumer, leased in batches and handed to its lanes.
 
     Args:
         suspects: one for the whole process: of the rows that may kill it, it runs one at a time.
         stop: True when nothing more is to be started.
-        wake: called when rows have come.
-        soon: called when rows may become due before the next poll; see `Poll.soon`.
     """
 
     def __init__(
@@ -233,22 +91,24 @@ class Table:
         *,
         suspects: threading.Lock,
         stop: Callable[[], bool],
-        wake: Callable[[], None],
-        soon: Callable[[], None],
+        agenda: Agenda,
     ) -> None:
         self.consumer = consumer
-        self.soon = soon
+        #: Has each of the consumer's lanes take rows.
+        self.wakes: list[Callable[[], None]] = []
+        self._agenda = agenda
         self._app = app
         self._suspects = suspects
         self._stop = stop
-        self._wake = wake
         self._lock = threading.Lock()
         self._rows: deque[Row] = deque()
         self._held: dict[str, set[str]] = {}
         self._leasing = False
-        self._look = False
+        self._due = False
+        # while a transaction with rows for this consumer may be open
+        self._expects: Backoff | None = None
         # what the poll says to be due may be another's, or wait for its turn
-        self._backoff = Backoff(_BUSY_S, _IDLE_S)
+        self._backoff = Backoff(*_PAUSE_S)
         self._due_from = 0.0
         self._suspects_at = 0.0
         self._heads_only, self._dead_blocks = app.handlers.order_of(consumer)
@@ -275,9 +135,9 @@ class Table:
         if not self._heads_only or key is None or self._stop() or self.paused:
             return None
         token = secrets.token_hex(16)
-        found: Leased | None = None
+        leased: Leased | None = None
         try:
-            found = await app.protocol.persistently(
+            leased = await app.protocol.persistently(
                 db,
                 lambda db: leases.lease_next(
                     db,
@@ -293,14 +153,14 @@ class Table:
             )
         except Exception as error:  # noqa: BLE001  # see contain
             self._not_leased(db, error)
-        if found is None:
+        if leased is None:
             return None
-        message = found.arrival.message
+        message = leased.arrival.message
         handlers = app.handlers.matching(message.topic, message.type, self.consumer)
         if not handlers:
-            await self._refuse(db, [found], token)
+            await self._refuse(db, [leased], token)
             return None
-        next_row = Row(handlers[0], found, token, False)
+        next_row = Row(handlers[0], leased, token, False)
         self.hold([next_row])
         return next_row
 
@@ -316,20 +176,36 @@ class Table:
         return self.consumer in self._app.pauses.held
 
     @property
-    def due(self) -> bool:
-        """True when there are rows here, or it is time to look for some."""
-        return bool(self._rows) or self._look
+    def has_work(self) -> bool:
+        """True when there are rows here, or it is time to lease some."""
+        return bool(self._rows) or self._due
 
-    def look_now(self) -> None:
-        """Something was put into the table: do not wait for the next poll."""
-        self._look = True
+    def mark_due(self) -> None:
+        """Have the lane that calls this lease rows when it has none: it has put some into the table."""
+        self._due = True
 
-    def told(self) -> bool:
-        """The poll says that rows are due; returns whether to look for them now."""
-        if time.monotonic() < self._due_from:
-            return False
-        self._look = True
-        return True
+    # -- called by the agenda -----------------------------------------------------------------
+
+    def look(self) -> None:
+        """See `Part.look`."""
+        self._due = True
+        self._wake()
+
+    def expect(self) -> None:
+        """See `Part.expect`."""
+        self._expects = Backoff(*_EXPECT_S)
+        self.look()
+
+    def due(self) -> None:
+        """See `Part.due`."""
+        if time.monotonic() >= self._due_from:
+            self.look()
+
+    def _wake(self) -> None:
+        for wake in self.wakes:
+            wake()
+
+    # -- leases -------------------------------------------------------------------------------
 
     @contextmanager
     def running(self, rows: Sequence[Row]) -> Generator[None]:
@@ -394,41 +270,48 @@ class Table:
 
     def _may_lease(self) -> bool:
         with self._lock:
-            if self._leasing or self._rows or self._stop() or not self._look:
+            if self._leasing or self._rows or self._stop() or not self._due:
                 return False
             self._leasing = True
-            # at once: whoever has something to tell meanwhile is heard
-            self._look = False
+            # reset first, so that what becomes due during the query is not lost
+            self._due = False
             return True
 
     async def _lease(self, db: Session) -> None:
         limit = self._limit()
-        found = await self._leased(db, limit, suspect=False)
+        count = await self._leased(db, limit, suspect=False)
         now = time.monotonic()
         # with much to do, those that may kill the process are looked for now and then only
-        if (found < limit or now >= self._suspects_at) and self._suspects.acquire(blocking=False):
-            self._suspects_at = now + _IDLE_S
+        if (count < limit or now >= self._suspects_at) and self._suspects.acquire(blocking=False):
+            self._suspects_at = now + _SUSPECTS_S
             # released when its run has ended; at once when there is none
-            taken = 0
+            suspects = 0
             try:
-                taken = await self._leased(db, 1, suspect=True)
+                suspects = await self._leased(db, 1, suspect=True)
             finally:
-                if not taken:
+                if not suspects:
                     self._suspects.release()
-            found += taken
-        if not found:
+            count += suspects
+        if not count:
             self._look_later()
             return
         self._backoff.reset()
-        self._due_from = 0.0
-        if found >= limit:
-            self._look = True
+        self._expects, self._due_from = None, 0.0
+        if count >= limit:
+            self._due = True
         else:
-            self.soon()
+            self._agenda.poll_soon()
         self._wake()
 
     def _look_later(self) -> None:
-        self._due_from = time.monotonic() + self._backoff.next_s()
+        expects = self._expects
+        if expects is None:
+            self._due_from = time.monotonic() + self._backoff.next_s()
+        elif expects.at_longest:
+            self._expects = None
+            self._agenda.poll_soon()
+        else:
+            self._agenda.look(self.look, expects.next_s())
 
     def _not_leased(self, db: Session, error: Exception) -> None:
         """Rows are left where they are: what was leased without an answer is rescued."""
@@ -451,7 +334,7 @@ class Table:
     async def _leased(self, db: Session, limit: int, *, suspect: bool) -> int:
         token = secrets.token_hex(16)
         app = self._app
-        found: list[Leased] = await app.protocol.persistently(
+        batch: list[Leased] = await app.protocol.persistently(
             db,
             lambda db: leases.lease(
                 db,
@@ -469,7 +352,7 @@ class Table:
         )
         rows: list[Row] = []
         unmatched: list[Leased] = []
-        for leased in found:
+        for leased in batch:
             message = leased.arrival.message
             handlers = app.handlers.matching(message.topic, message.type, self.consumer)
             if handlers:

@@ -15,7 +15,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Literal, ParamSpec
 
-from txbox.app import App, Consumption
+from txbox.app import OUTBOX, App, Consumption
 from txbox.boundaries import Boundary
 from txbox.boundaries import log as _log
 from txbox.errors import (
@@ -33,6 +33,7 @@ from txbox.session import Operation
 from txbox.store import leases
 from txbox.store.activity import Doing
 from txbox.text import counted
+from txbox.worker.agenda import Agenda
 from txbox.worker.driving import Driver, check_tables, thread
 from txbox.worker.health import Answers, Health
 from txbox.worker.lanes import Lanes
@@ -127,7 +128,14 @@ class Worker:
         self._relays: Relays | None = None
         # reports from threads and signal handlers; SimpleQueue.put may be called inside of either
         self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._lanes = Lanes(app, self._driver, stop=self._stopping.is_set, ended=self._thread_ended)
+        self._agenda = Agenda(app, self._stopping.is_set)
+        self._lanes = Lanes(
+            app,
+            self._driver,
+            self._agenda,
+            stop=self._stopping.is_set,
+            ended=self._thread_ended,
+        )
         self._serving = False
         # each is True until it has reported its end
         self._pumps: dict[Pump, bool] = {}
@@ -201,13 +209,13 @@ class Worker:
                 self._driver.perform,
                 stop=self._stopping.is_set,
                 ended=self._thread_ended,
-                delivered=self._lanes.look_now,
-                # the poll of the lanes, where there are any
+                delivered=self._agenda.look,
                 polled=self._runs_handlers and bool(len(self._app.handlers)),
             )
+            self._agenda.parts[OUTBOX] = self._relays
         self._health.relays = self._relays
         if self._runs_handlers:
-            self._lanes.make(self._relays.look if self._relays is not None else None)
+            self._lanes.make()
         self._open_sources(names, topics)
         if not self._stopping.is_set():
             self._awaited = self._silent
@@ -310,9 +318,9 @@ class Worker:
             routes=[route.name for route in self._app.routes.all()] if self._relay else [],
             lanes=len(self._lanes),
             doing=self._doing,
-            late=self._lanes.late if tables else None,
+            late=self._agenda.late if tables else None,
             tables=tables.values(),
-            resumed=self._lanes.look_now,
+            resumed=self._agenda.look,
         )  # fmt: skip
         self._pulse.start(self._thread_ended)
         self._health.consuming(tables.values(), self._driver, Answers(self._app))
@@ -323,9 +331,11 @@ class Worker:
         self._background.start(
             maintenance=self._maintenance, alone=self._kind == "maintain"
         )
-        if self._lanes.tables:
-            self._app.left, self._app.effects.staged = self._lanes.left, self._lanes.soon
-            self._poll = thread("txbox-poll", self._lanes.poll, self._thread_ended)
+        self._app.agenda = self._agenda
+        if tables:
+            # a relay alone may not read the inbox, and polls the outbox itself
+            polling = partial(self._agenda.run, self._driver)
+            self._poll = thread("txbox-poll", polling, self._thread_ended)
         if self._relays is not None:
             self._relays.start()
         for pump in self._pumps:
@@ -406,7 +416,7 @@ class Worker:
         self._health.draining()
         if self._webhooks is not None:
             self._webhooks.stop()
-        self._lanes.wake()
+        self._agenda.end()
 
     def _asked_to_end(self, within_s: float) -> None:
         if self.ends_at is None:
@@ -442,6 +452,7 @@ class Worker:
             if runs
         ]
         self._background.end()
+        self._app.agenda = None
         self._health.closing()
         if self._relays is not None:
             relays_s = max(hung_at - time.monotonic(), 0.0)
@@ -453,7 +464,6 @@ class Worker:
         self._awaited = [*left, *self._silent]
         answered = self._background.join(self._left_s(last))
         if self._poll is not None:
-            self._app.left = self._app.effects.staged = None
             self._poll.join(self._left_s(last))
             answered = answered and not self._poll.is_alive()
         if self._pulse is not None:
