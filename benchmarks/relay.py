@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import aio_pika
@@ -28,7 +27,7 @@ from tests.support.servers import ServerError, provision, server_urls
 from txbox import App, Message, Outbox, Outgoing, RelayPolicy
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.rabbitmq import RabbitMQ
-from txbox.session import drive
+from txbox.worker.agenda import Run
 from txbox.worker.relay import Relay
 
 NUMBER = "RELAY"
@@ -123,10 +122,7 @@ def by_relay(destination: Any, **policy: Any) -> Callable[[str, str], Iterator[l
                 app.publish(destination, topics=[topic])
             sent: list[int] = []
             app.events.observers.append(lambda event: sent.append(getattr(event, "count", 0)))
-            assert app.database.sync is not None
-            connections = app.database.sync
-            route = app.routes.all()[0]
-            relay = Relay(app, route, partial(drive, connections), stop=lambda: False)
+            relay = Relay(Run(app, lambda _error: None), app.routes.all()[0])
             more = True
             while more:
                 began, before = time.perf_counter(), sum(sent)

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from tests.support.databases import NewDatabase, Raw, names
 from tests.support.recording import Recorder
 from tests.support.waiting import DEADLINE_S
+from tests.support.workers import run_of
 from txbox import App, ConfigurationError, Message, Outbox, Outgoing, RelayPolicy, RetryPolicy
 from txbox.admin import Admin, OutboxFilter
 from txbox.errors import BrokerError, MessageRefused
@@ -40,10 +40,7 @@ LATER = RelayPolicy(retry=RetryPolicy(base=timedelta(hours=9), factor=1, cap=tim
 
 
 def relay_of(app: App) -> Relay:
-    assert app.database.sync is not None
-    connections = app.database.sync
-    route = app.routes.all()[0]
-    return Relay(app, route, partial(drive, connections), stop=lambda: False)
+    return Relay(run_of(app), app.routes.all()[0])
 
 
 def relayed(app: App) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
 from email.utils import formatdate
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import pytest
 from tests.support.proxy import closed_port
 from tests.support.waiting import DEADLINE_S, room
 from tests.support.webhook.senders import STANDARD_SECRET, Endpoint, serving
+from tests.support.workers import run_of
 from txbox import App, Message, Outgoing, RelayPolicy, RetryPolicy
 from txbox.brokers.envelope import HTTP, as_binary
 from txbox.brokers.http import Http, _retry_after_s, is_public
@@ -40,7 +40,6 @@ from txbox.errors import (
 from txbox.events import Event, OutgoingDead, OutgoingFailed, RelayPaused
 from txbox.identity import message_id, scoped_id
 from txbox.outcome import Outcome
-from txbox.session import drive
 from txbox.worker.relay import Relay
 
 WITHIN_S = 10.0
@@ -594,9 +593,7 @@ def relayed(path: Path, http: Http) -> Iterator[tuple[App, list[Event], Relay]]:
     with App(f"sqlite:///{path}", observers=[events.append], relaying=at_once) as app:
         app.init()
         app.publish(http, topics=["orders"])
-        assert app.database.sync is not None
-        perform = partial(drive, app.database.sync)
-        with closing(Relay(app, app.routes.all()[0], perform, stop=lambda: False)) as relay:
+        with closing(Relay(run_of(app), app.routes.all()[0])) as relay:
             yield app, events, relay
 
 

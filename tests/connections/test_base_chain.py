@@ -10,6 +10,7 @@ from tests.connections.test_base_conformance import every
 from tests.connections.test_base_processing import app_of
 from tests.support.connections import Given
 from tests.support.databases import Raw
+from tests.support.workers import run_of
 from txbox import App, Message, Outcome
 from txbox.outcome import Answer
 from txbox.session import drive, drive_async
@@ -87,7 +88,10 @@ def test_a_chain(given: Given, db: Raw, number: int) -> None:
     first, again = chain.answer(), chain.answer()
     staged = db.rows("SELECT id, cause_id FROM txbox_outbox WHERE topic = ?", (f"out{number}",))
     (route,) = chain.app.routes.all()
-    relay = Relay(chain.app, route, chain.perform, stop=lambda: False)
+    run = run_of(chain.app)
+    # the App's connections belong to the loop of the test
+    run.driver.perform = chain.perform  # type: ignore[method-assign]
+    relay = Relay(run, route)
     while relay.turn():
         pass
     chain.close()

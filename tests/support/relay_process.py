@@ -9,16 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from tests.support.waiting import DEADLINE_S
+from tests.support.workers import run_of
 from txbox import App, Message, RelayPolicy, RetryPolicy
 from txbox.brokers.redis import RedisStreams
 from txbox.errors import BrokerError
-from txbox.session import drive
 from txbox.testing import kill_at
 from txbox.worker.relay import Relay
 
@@ -112,14 +111,7 @@ def relay(plan: Plan) -> None:
     if plan.point is not None:
         kill_at(plan.point, plan.nth)
     with app_of(plan) as app:
-        assert app.database.sync is not None
-        connections = app.database.sync
-        relaying = Relay(
-            app,
-            app.routes.all()[-1],
-            partial(drive, connections),
-            stop=lambda: False,
-        )
+        relaying = Relay(run_of(app), app.routes.all()[-1])
         if not plan.once:
             relaying.run()
         while relaying.turn():

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.warm import Warm
 from txbox import App
 from txbox.worker import Worker
+from txbox.worker.agenda import Run
 
 
 @contextmanager
@@ -35,6 +36,24 @@ def worker(app: App, **more: Any) -> Worker:
     """A worker without signal handlers and background jobs, unless asked for."""
     options: dict[str, Any] = {"install_signals": False, "maintenance": False} | more
     return Worker(app, **options)
+
+
+class _When(threading.Event):
+    """Set when a condition holds."""
+
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        super().__init__()
+        self._condition = condition
+
+    def is_set(self) -> bool:
+        return self._condition()
+
+
+def run_of(app: App, stop: Callable[[], bool] = lambda: False) -> Run:
+    """What a part of a worker gets, without a worker; it stops when the condition holds."""
+    run = Run(app, lambda _error: None)
+    run.stopping = _When(stop)
+    return run
 
 
 class Process:

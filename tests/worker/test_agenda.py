@@ -44,7 +44,7 @@ class Database:
 @contextmanager
 def at_work(app: App, part: Part, *answer: tuple[str, float]) -> Iterator[Agenda]:
     stopped = threading.Event()
-    agenda = Agenda(app, stopped.is_set)
+    agenda = Agenda(app, stopped)
     agenda.parts["billing"] = part
     driver = cast("Driver", Database(*answer))
     thread = threading.Thread(target=agenda.run, args=(driver,), daemon=True)

@@ -602,7 +602,9 @@ def _child(number: int, routes: Routes | None) -> Iterator[Child]:
             server = Server(routes, health.dup(), PROBES)
             server.start()
             stack.callback(server.close)
-        yield Child(number, health, process=process)
+        child = Child(number, health)
+        child.process = process
+        yield child
 
 
 def test_children_that_start_or_do_not_run() -> None:

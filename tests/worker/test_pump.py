@@ -17,14 +17,12 @@ from tests.support.invariant import broken_invariant
 from tests.support.shop import TOPIC, Shop, effects, opened, paid, quarantined, statuses
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
-from tests.support.workers import running, worker
+from tests.support.workers import run_of, running, worker
 from txbox.brokers.base import Delivery, InFlight, Progress
 from txbox.errors import BrokerError, ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.events import ConsumptionPaused, ConsumptionResumed, MessageUnmatched, SettleFailed
 from txbox.message import Message
 from txbox.session import Session
-from txbox.worker.agenda import Agenda
-from txbox.worker.driving import Driver
 from txbox.worker.lane import Lane
 from txbox.worker.lanes import Lanes
 from txbox.worker.pump import Lead, Pump
@@ -297,14 +295,11 @@ def test_what_another_lane_has_done_is_acknowledged_while_the_receiving_thread_i
 def test_a_lane_that_rests_lets_the_other_thread_receive_at_once(shop: Shop) -> None:
     """Also if it has settled earlier, when there was nothing to hurry."""
     shop.handler()
-    driver = Driver(shop.app)
-    agenda = Agenda(shop.app, stop=lambda: False)
-    lanes = Lanes(shop.app, driver, agenda, stop=lambda: False, ended=lambda _error: None)
+    run = run_of(shop.app)
+    lanes = Lanes(run)
     lanes.make()
-    pump = Pump(
-        shop.app, driver, Memory([]), lanes,
-        name="memory", topics=[TOPIC], in_flight_max=1, stop=lambda: False, worked=threading.Event(),
-    )  # fmt: skip
+    worked = threading.Event()
+    pump = Pump(run, lanes, Memory([]), name="memory", topics=[TOPIC], worked=worked)
     leads = threading.Thread(target=pump._lead.follow, daemon=True)
     leads.start()
     eventually(lambda: pump._lead.lend(DEADLINE_S * 10))

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from tests.support.databases import Raw
 from tests.support.recording import Recorder
 from tests.support.waiting import DEADLINE_S, eventually
+from tests.support.workers import run_of
 from txbox import App, Message, Outbox, Outcome, Outgoing, RelayPolicy, RetryPolicy
 from txbox.brokers.local import Local
 from txbox.errors import (
@@ -42,10 +42,7 @@ NOW = RelayPolicy(retry=RetryPolicy(base=timedelta(0), max_attempts=3))
 
 
 def relay_of(app: App, stop: Callable[[], bool] = lambda: False) -> Relay:
-    assert app.database.sync is not None
-    connections = app.database.sync
-    route = app.routes.all()[0]
-    return Relay(app, route, partial(drive, connections), stop=stop)
+    return Relay(run_of(app, stop), app.routes.all()[0])
 
 
 def drained(relay: Relay, turns: int = 200) -> None:
@@ -123,12 +120,7 @@ def test_a_topic_that_goes_elsewhere_is_left_alone(
     with App(database_url) as app:
         app.publish(one, topics=["a"])
         app.publish(other)
-        assert app.database.sync is not None
-        connections = app.database.sync
-        both = [
-            Relay(app, route, partial(drive, connections), stop=lambda: False)
-            for route in app.routes.all()
-        ]
+        both = [Relay(run_of(app), route) for route in app.routes.all()]
         drained(both[0])
         assert len(one.sent) == 3
         assert not other.sent

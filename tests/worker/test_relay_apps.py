@@ -14,10 +14,11 @@ from tests.support.databases import Raw
 from tests.support.meddling import Verb, drive_meddled
 from tests.support.recording import Recorder
 from tests.support.sources import Memory
+from tests.support.workers import run_of
 from txbox import App, Message, Outbox, RelayPolicy
 from txbox.admin import Admin, OutboxFilter
 from txbox.brokers.local import Local
-from txbox.session import Statement, Statements, drive
+from txbox.session import Statement, Statements
 from txbox.worker.relay import Relay
 
 Connect = Callable[[str], AbstractContextManager[Any]]
@@ -98,12 +99,7 @@ OTHERS: tuple[Other, ...] = (
 
 
 def relays(app: App) -> list[Relay]:
-    assert app.database.sync is not None
-    connections = app.database.sync
-    return [
-        Relay(app, route, partial(drive, connections), stop=lambda: False)
-        for route in app.routes.all()
-    ]
+    return [Relay(run_of(app), route) for route in app.routes.all()]
 
 
 def drain(app: App) -> None:

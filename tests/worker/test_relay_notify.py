@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,7 +25,7 @@ from tests.support.warm import Warm
 from txbox import App, Message, Outbox, RelayPolicy
 from txbox.connections import psycopg as psycopg_adapter
 from txbox.worker import relay
-from txbox.worker.driving import Driver
+from txbox.worker.agenda import Run
 from txbox.worker.relay import Relays
 
 Look = Callable[[str], Raw]
@@ -81,15 +80,15 @@ class Running:
 @contextmanager
 def running(url: str, app: App) -> Iterator[Running]:
     run = Running(url)
-    stopped = threading.Event()
     ends: list[BaseException | None] = []
     app.publish(Recorder(run.sent))
-    relays = Relays(app, Driver(app).perform, stop=stopped.is_set, ended=ends.append)
+    relaying = Run(app, ends.append)
+    relays = Relays(relaying)
     relays.start()
     try:
         yield run
     finally:
-        stopped.set()
+        relaying.stopping.set()
         assert not relays.join(DEADLINE_S)
         run.end()
     assert ends == [None]

@@ -1,7 +1,8 @@
-"""When each part of a worker looks for work: one thread, for all of them."""
+"""What the parts of a worker share, and when each of them looks for work: one thread, for all of them."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
@@ -44,12 +45,12 @@ class Agenda:
     `poll_soon`, and then less and less often: at least every 2.5 s, or as `RelayPolicy.poll` says.
 
     Args:
-        stop: True when nothing more is to be started.
+        stopping: set when nothing more is to be started.
     """
 
-    def __init__(self, app: App, stop: Callable[[], bool]) -> None:
+    def __init__(self, app: App, stopping: threading.Event) -> None:
         self._app = app
-        self._stop = stop
+        self._stop = stopping.is_set
         #: By consumer; OUTBOX for the relays. Complete before `run`.
         self.parts: dict[str, Part] = {}
         self._changed = threading.Condition()
@@ -89,6 +90,11 @@ class Agenda:
             if poll_at < self._poll_at:
                 self._poll_at = poll_at
                 self._changed.notify()
+
+    @property
+    def polls_outbox(self) -> bool:
+        """Whether the query also asks for the outbox: it takes a consumer, and a relay alone may not read the inbox."""
+        return OUTBOX in self.parts and len(self.parts) > 1
 
     def late(self) -> dict[str, float]:
         """For how many seconds the first due row of each consumer, and of the outbox, has been due."""
@@ -197,3 +203,28 @@ class Agenda:
             else:
                 with self._changed:
                     self._schedule(part.due, now + in_s + _MARGIN_S)
+
+
+class Run:
+    """What all parts of a worker share, from its start to its end.
+
+    Args:
+        ended: called by each thread with what ended it; None for a normal end. It may be called inside of a signal
+            handler.
+        loop: see `Driver`.
+
+    Attributes:
+        stopping: set when nothing more is to be started.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        ended: Callable[[BaseException | None], None],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.app = app
+        self.ended = ended
+        self.driver = Driver(app, loop)
+        self.stopping = threading.Event()
+        self.agenda = Agenda(app, self.stopping)

@@ -16,9 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
-from txbox.app import App
 from txbox.boundaries import Boundary
 from txbox.brokers.base import Delivery
 from txbox.errors import CURABLE, Fault, StoreError
@@ -29,7 +28,7 @@ from txbox.policy import Backoff
 from txbox.processing.intake import Leasing
 from txbox.processing.waiting import Holder
 from txbox.session import Following, Session, Statements, resumed
-from txbox.worker.agenda import Agenda
+from txbox.worker.agenda import Run
 from txbox.worker.table import Row, Table, take_together
 
 _AGAIN_S = (0.1, 5.0)
@@ -38,33 +37,35 @@ _SOON_S = 0.001
 _BATCHES_PER_CONNECTION = 16
 
 
+class Turns(Protocol):
+    """Where lanes have their turns: in threads, or on the loop.
+
+    Attributes:
+        is_async: on the loop, where async handlers run.
+    """
+
+    is_async: bool
+
+    def begin(self, lane: Lane) -> None:
+        """Run `turn` of the lane, and again for as long as it returns True."""
+
+    def crowded(self) -> bool:
+        """Whether other lanes are waiting for a turn."""
+
+
 class Lane:
     """Alternates between deliveries, in order, and rows from the table, one batch at a time.
-
-    Args:
-        ready: called when there is work; runs `turn`, and again for as long as it returns True.
-        crowded: True if other lanes are waiting for this one's thread.
 
     Guarantee: a delivery without a settling outcome stays unacknowledged.
     """
 
-    def __init__(
-        self,
-        app: App,
-        table: Table,
-        *,
-        index: int,
-        is_async: bool,
-        stop: Callable[[], bool],
-        ready: Callable[[Lane], None],
-        crowded: Callable[[], bool],
-        agenda: Agenda,
-    ) -> None:
-        self._app = app
+    def __init__(self, run: Run, table: Table, turns: Turns, index: int) -> None:
+        self._app = run.app
+        self._agenda = run.agenda
         self._table = table
         self._index = index
-        self.is_async = is_async
-        self._stop = stop
+        self.is_async = turns.is_async
+        self._stop = run.stopping.is_set
         self._lock = threading.Lock()
         self._queue: deque[Work] = deque()
         # deliveries whose id another transaction holds, and when to claim them again
@@ -74,10 +75,8 @@ class Lane:
         self._behind: dict[str, deque[Work]] = {}
         # rows that this lane has stored and leased, and runs itself
         self._rows: deque[Row] = deque()
-        self._ready = ready
-        self._crowded = crowded
-        self._agenda = agenda
-        #: True from `ready` to the end of its last turn.
+        self._turns = turns
+        #: True from `begin` to the end of its last turn.
         self.busy = False
         self._woken = False
         self._ahead: Prepared | None = None
@@ -106,7 +105,7 @@ class Lane:
 
     def run(self) -> None:
         """Have it run elsewhere, after `put` has returned True."""
-        self._ready(self)
+        self._turns.begin(self)
 
     async def turn(self, db: Session) -> bool:
         """Work until there is nothing to do, it is stopped (after the current batch), or others wait for the thread.
@@ -131,7 +130,7 @@ class Lane:
                     if self._rests():
                         ended = False
                         return False
-                elif self._crowded():
+                elif self._turns.crowded():
                     ended = False
                     return True
             if self._is_ahead():

@@ -8,20 +8,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 from zlib import crc32
 
-from txbox.app import App
 from txbox.boundaries import Boundary, is_contents
 from txbox.brokers.base import Delivery
 from txbox.handlers import Handler
 from txbox.identity import EFFECT_PREFIX
 from txbox.message import Message
 from txbox.session import Connection, Connections, drive, drive_async
-from txbox.worker.agenda import Agenda
-from txbox.worker.driving import Driver
-from txbox.worker.lane import Acknowledge, HandlerModes, Lane, Parts, Work
+from txbox.worker.agenda import Run
+from txbox.worker.lane import Acknowledge, HandlerModes, Lane, Parts, Turns, Work
 from txbox.worker.table import Table
 
 _MATCHES_MAX = 4096
@@ -118,18 +115,23 @@ class Threads:
 
     Args:
         most: the number of threads, at most.
-        turn: runs one turn of a lane; returns whether it wants another.
     """
 
-    def __init__(self, most: int, turn: Callable[[Lane], bool]) -> None:
+    is_async = False
+
+    def __init__(self, lanes: Lanes, most: int) -> None:
+        self._lanes = lanes
         self._most = most
-        self._turn = turn
         self._changed = threading.Condition()
         self._ready: deque[Lane] = deque()
         self._count = self._spare = 0
 
-    def put(self, lane: Lane) -> None:
-        """Queue a turn of a lane."""
+    def begin(self, lane: Lane) -> None:
+        """See `Turns.begin`."""
+        self._lanes.begin()
+        self._put(lane)
+
+    def _put(self, lane: Lane) -> None:
         with self._changed:
             self._ready.append(lane)
             if self._spare >= len(self._ready) or self._count >= self._most:
@@ -139,14 +141,14 @@ class Threads:
         threading.Thread(target=self._run, name="txbox-lane", daemon=True).start()
 
     def crowded(self) -> bool:
-        """Whether lanes are waiting for a thread."""
+        """See `Turns.crowded`."""
         return bool(self._ready)
 
     def _run(self) -> None:
         while (lane := self._next()) is not None:
             threading.current_thread().name = lane.name
-            if self._turn(lane):
-                self.put(lane)
+            if self._lanes.turn(lane):
+                self._put(lane)
 
     def _next(self) -> Lane | None:
         with self._changed:
@@ -159,6 +161,24 @@ class Threads:
                     self._count -= 1
                     return None
             return self._ready.popleft()
+
+
+class OnLoop:
+    """The turns of lanes with async handlers: a task for each."""
+
+    is_async = True
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+
+    def begin(self, lane: Lane) -> None:
+        """See `Turns.begin`."""
+        self._lanes.begin()
+        self._lanes.start_on_loop(lane)
+
+    def crowded(self) -> bool:
+        """See `Turns.crowded`."""
+        return False
 
 
 #: A handler that takes a message, and its lanes.
@@ -208,25 +228,13 @@ class Lanes:
 
     Idle lanes have no thread and send no queries; busy ones share threads and connections.
 
-    Args:
-        stop: True when nothing more is to be started.
-        ended: called with the error that ended a turn and, once stopped, after every turn.
+    `Run.ended` is called with the error that ended a turn and, once stopped, after every turn.
     """
 
-    def __init__(
-        self,
-        app: App,
-        driver: Driver,
-        agenda: Agenda,
-        *,
-        stop: Callable[[], bool],
-        ended: Callable[[BaseException | None], None],
-    ) -> None:
-        self._app = app
-        self._driver = driver
-        self._agenda = agenda
-        self._ended = ended
-        self._stop = stop
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._app = run.app
+        self._stop = run.stopping.is_set
         self._lock = threading.Lock()
         self._busy = 0
         #: How many turns have begun.
@@ -255,34 +263,17 @@ class Lanes:
         count = self._app.limits.connections or max([_CONNECTIONS, *wanted])
         self._seats = Seats(count)
         # more threads than connections would only wait; handlers outside a transaction need none
-        self._threads = (Threads(count, self._turn), Threads(_THREADS_OUTSIDE, self._turn))
+        threads = (Threads(self, count), Threads(self, _THREADS_OUTSIDE))
+        on_loop = OnLoop(self)
         for consumer, handlers in self._app.handlers.consumers().items():
-            self.tables[consumer] = table = Table(
-                self._app,
-                consumer,
-                suspects=suspects,
-                stop=self._stop,
-                agenda=self._agenda,
-            )
-            self._agenda.parts[consumer] = table
+            self.tables[consumer] = table = Table(self._run, consumer, suspects)
+            self._run.agenda.parts[consumer] = table
             for is_async in sorted({handler.is_async for handler in handlers}):
                 alike = [handler for handler in handlers if handler.is_async == is_async]
                 beside = not all(handler.options.transactional for handler in alike)
-                threads = self._threads[beside]
-                ready = self._turn_on_loop if is_async else partial(self._turn_in_thread, threads)
-                lanes = [
-                    Lane(
-                        self._app,
-                        table,
-                        index=index,
-                        is_async=is_async,
-                        stop=self._stop,
-                        ready=ready,
-                        crowded=_never if is_async else threads.crowded,
-                        agenda=self._agenda,
-                    )
-                    for index in range(max(handler.options.concurrency for handler in alike))
-                ]
+                turns: Turns = on_loop if is_async else threads[beside]
+                most = max(handler.options.concurrency for handler in alike)
+                lanes = [Lane(self._run, table, turns, index) for index in range(most)]
                 self.by_consumer[consumer, is_async] = lanes
                 table.wakes += [lane.wake for lane in lanes]
                 for handler in alike:
@@ -294,29 +285,27 @@ class Lanes:
         """The number of lanes with a turn; errors of ended turns have been reported."""
         return self._busy
 
-    def _turn_on_loop(self, lane: Lane) -> None:
-        self._begin()
-        self._driver.task(self._turn_async(lane)).add_done_callback(self._task_ended)
-
-    def _turn_in_thread(self, threads: Threads, lane: Lane) -> None:
-        self._begin()
-        threads.put(lane)
+    def start_on_loop(self, lane: Lane) -> None:
+        """Run a lane with async handlers until it rests."""
+        self._run.driver.task(self._turn_async(lane)).add_done_callback(self._task_ended)
 
     def turn_here(self, lane: Lane) -> None:
         """Run a lane with sync handlers in the caller's thread until it rests; reports errors, and raises none."""
-        self._begin()
+        self.begin()
         thread = threading.current_thread()
         name, thread.name = thread.name, lane.name
-        while self._turn(lane):
+        while self.turn(lane):
             pass
         thread.name = name
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Count a lane that begins its turns; `turn` counts its end."""
         with self._lock:
             self._busy += 1
             self.begun += 1
 
-    def _turn(self, lane: Lane) -> bool:
+    def turn(self, lane: Lane) -> bool:
+        """Run one turn in this thread; returns whether the lane wants another."""
         connections = self._app.database.sync
         assert connections is not None, "checked at start"
         seat = Seat(connections, self._seats)
@@ -346,14 +335,14 @@ class Lanes:
 
     def _report(self, error: BaseException | None) -> None:
         if error is not None:
-            self._ended(error)
+            self._run.ended(error)
         with self._lock:
             self._busy -= 1
         for call in self.rested:
             call()
         if self._stop():
             # the main thread waits for the last
-            self._ended(None)
+            self._run.ended(None)
 
     # -- deliveries ---------------------------------------------------------------------------
 
@@ -430,7 +419,3 @@ class Lanes:
         if key is None:
             return lanes[self._handed % len(lanes)]
         return lanes[crc32(str(key).encode("utf-8", "surrogatepass")) % len(lanes)]
-
-
-def _never() -> bool:
-    return False

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import txbox
-from txbox.app import App
+from txbox.app import OUTBOX
 from txbox.boundaries import Boundary
 from txbox.boundaries import log as _log
 from txbox.errors import CURABLE, StoreError
@@ -18,7 +18,8 @@ from txbox.processing.failure import printable
 from txbox.session import Operation, Session
 from txbox.store import activity
 from txbox.store.activity import Doing, Identity, Pause
-from txbox.worker.driving import Driver, thread
+from txbox.worker.agenda import Run
+from txbox.worker.driving import thread
 from txbox.worker.table import Table
 
 _BEAT_S = 5.0
@@ -27,8 +28,16 @@ _WRITE_S = 15.0
 _NAME_MAX = 255
 
 
-class Pulse:
-    """A thread that writes every few seconds who this process is, what it does, and what it has counted.
+def identify(
+    kind: str,
+    name: str,
+    *,
+    consumers: Iterable[str],
+    sources: Mapping[str, Sequence[str]],
+    routes: Iterable[str],
+    lanes: int,
+) -> Identity:
+    """Say who this process is.
 
     Args:
         kind: "run", "relay" or "maintain", after its command.
@@ -36,11 +45,31 @@ class Pulse:
         sources: the topics it asks each source for.
         routes: those of the outbox that it relays.
         lanes: how many batches it may have in flight.
+    """
+    return Identity(
+        worker=secrets.token_hex(8),
+        kind=kind,
+        host=printable(socket.gethostname(), _NAME_MAX),
+        pid=os.getpid(),
+        version=txbox.__version__,
+        app=printable(name, _NAME_MAX),
+        consumers=tuple(sorted(consumers)),
+        sources={
+            printable(source, _NAME_MAX): tuple(printable(topic, _NAME_MAX) for topic in topics)
+            for source, topics in sources.items()
+        },
+        routes=tuple(routes),
+        lanes=lanes,
+    )
+
+
+class Pulse:
+    """A thread that writes every few seconds who this process is, what it does, and what it has counted.
+
+    Of paused consumers, it gives back what is leased and does not run; of resumed ones, it has the tables look.
+
+    Args:
         doing: called for each row.
-        late: for how many seconds the first due row of each consumer, and of the outbox under the empty name, has
-            been due; None if nobody looks.
-        tables: of paused consumers, what is leased and does not run is given back.
-        resumed: called with each consumer that is not paused any more.
 
     Guarantee: nothing waits for it, and nothing ends with it. While the database is away who is paused stays so, and
     it counts on; what a crash leaves unwritten, a few seconds of a statistic, is lost.
@@ -48,41 +77,17 @@ class Pulse:
 
     def __init__(
         self,
-        app: App,
-        driver: Driver,
-        *,
-        kind: str,
-        name: str = "",
-        consumers: Iterable[str] = (),
-        sources: Mapping[str, Sequence[str]] | None = None,
-        routes: Sequence[str] = (),
-        lanes: int = 0,
-        doing: Callable[[], Doing] = Doing,
-        late: Callable[[], Mapping[str, float]] | None = None,
-        tables: Collection[Table] = (),
-        resumed: Callable[[str], None] | None = None,
+        run: Run,
+        identity: Identity,
+        tables: Collection[Table],
+        doing: Callable[[], Doing],
     ) -> None:
-        self._app = app
-        self._driver = driver
-        self._doing = doing
-        self._late = late
+        self.identity = identity
+        self._run_of = run
+        self._app = run.app
+        self._driver = run.driver
         self._tables = tables
-        self._resumed = resumed
-        self.identity = Identity(
-            worker=secrets.token_hex(8),
-            kind=kind,
-            host=printable(socket.gethostname(), _NAME_MAX),
-            pid=os.getpid(),
-            version=txbox.__version__,
-            app=printable(name, _NAME_MAX),
-            consumers=tuple(sorted(consumers)),
-            sources={
-                printable(source, _NAME_MAX): tuple(printable(topic, _NAME_MAX) for topic in topics)
-                for source, topics in (sources or {}).items()
-            },
-            routes=tuple(routes),
-            lanes=lanes,
-        )
+        self._doing = doing
         self._over = False
         self._written: Doing | None = None
         self._write_at = 0.0
@@ -90,13 +95,13 @@ class Pulse:
         self._told: set[str | None] = set()
         self._thread: threading.Thread | None = None
 
-    def start(self, ended: Callable[[BaseException | None], None]) -> None:
-        """Hear who is paused, then start the thread, which reports its end."""
+    def start(self) -> None:
+        """Read who is paused, then start the thread, which reports its end."""
         self._app.activity.counts = True
         self._app.pauses.wake = self._woken.set
         # one that is paused already is not to begin
         self._carefully(self._look)
-        self._thread = thread("txbox-pulse", self._run, ended)
+        self._thread = thread("txbox-pulse", self._run, self._run_of.ended)
 
     def end(self, timeout_s: float) -> None:
         """Write a last time, take the row of this process away, and wait for that, at most this long."""
@@ -137,10 +142,10 @@ class Pulse:
 
     async def _write(self, db: Session) -> None:
         counting, dialect = self._app.activity, self._app.store.dialect
-        # where nobody looks, the outbox may hold something
-        late = {"": 0.0} if self._late is None else self._late()
-        counting.late("consumer", {name: age_s for name, age_s in late.items() if name})
-        if self.identity.routes and "" in late:
+        # without consumers there is no poll, and something may wait in the outbox
+        late = self._run_of.agenda.late() if self._tables else {OUTBOX: 0.0}
+        counting.late("consumer", {name: age_s for name, age_s in late.items() if name != OUTBOX})
+        if self.identity.routes and OUTBOX in late:
             ages_s = await activity.outbox_ages(db, dialect, self.identity.routes)
             counting.late("route", ages_s)
         doing, counted = self._doing(), counting.taken()
@@ -150,10 +155,8 @@ class Pulse:
             self._written, self._write_at = doing, time.monotonic() + _WRITE_S
 
     def _heard(self, paused: Iterable[Pause]) -> None:
-        resumed = self._app.pauses.heard(paused)
-        if self._resumed is not None:
-            for consumer in resumed:
-                self._resumed(consumer)
+        for consumer in self._app.pauses.heard(paused):
+            self._run_of.agenda.look(consumer)
 
     async def _left(self, db: Session) -> None:
         await self._write(db)

@@ -40,6 +40,7 @@ from txbox.session import Session
 from txbox.store import jobs
 from txbox.store.activity import Trouble
 from txbox.store.jobs import JobLease, Saved
+from txbox.worker.agenda import Run
 from txbox.worker.driving import Driver, trouble_of
 from txbox.worker.lane import Lane
 from txbox.worker.lanes import Lanes
@@ -54,6 +55,8 @@ _PAUSE_S = (0.1, 5.0)
 _LOOKS = 10
 # a source whose first messages, so many, all lack an id is set up wrongly (promise 1.3)
 _FIRST = 100
+# deliveries of one source: more would only be memory, and withheld from other workers
+_IN_FLIGHT = 1000
 # of a source that only one process may read: short, because whoever takes over waits this long; too short only costs
 # reading again
 _LEASE_S = 3.0
@@ -65,11 +68,12 @@ class Pump:
     Args:
         name: of the source in events and gauges.
         topics: what the source is asked for.
-        in_flight_max: bound on unsettled deliveries. Their bytes are bounded by twice `Batching.payload_bytes`, plus
-            at most what one `receive` returns.
-        stop: True when nothing more is to be received.
         worked: set once a source of this worker has been received from. What a broker refuses from then on is waited
             for, as somebody may be repairing it; until then it ends the worker.
+
+    Unsettled deliveries are bounded: three batches for each lane (one commits, one is claimed behind it, one waits),
+    about a thousand at most. Their bytes are bounded by twice `Batching.payload_bytes`, plus at most what one `receive`
+    returns.
 
     Guarantee: a delivery is acknowledged only after every consumer has settled its part. Nothing is received while
     the bound is reached, so a database that is away stops the source.
@@ -77,28 +81,28 @@ class Pump:
 
     def __init__(
         self,
-        app: App,
-        driver: Driver,
-        source: Source,
+        run: Run,
         lanes: Lanes,
+        source: Source,
         *,
         name: str,
         topics: Sequence[str],
-        in_flight_max: int,
-        stop: Callable[[], bool],
         worked: threading.Event,
     ) -> None:
+        app = run.app
         self.source = source
         self.name = name
         self._worked = worked
+        self._run_of = run
         self._app = app
-        self._driver = driver
+        self._driver = run.driver
         self._lanes = lanes
         self._topics = topics
         self._matches = lanes.matches(topics)
-        self._in_flight_max = in_flight_max
+        batch, count = app.batching.messages, len(lanes)
+        self._in_flight_max = max(3 * batch, 3 * count, min(3 * batch * count, _IN_FLIGHT))
         self._bytes_max = 2 * app.batching.payload_bytes
-        self._stop = stop
+        self._stop = run.stopping.is_set
         # with its size in bytes
         self._in_flight: dict[Delivery, int] = {}
         self._bytes = 0
@@ -140,7 +144,7 @@ class Pump:
 
     def _open(self) -> None:
         try:
-            progress = StoredProgress(self._app, self._driver, self.source.name)
+            progress = StoredProgress(self._run_of, self.source.name)
             self.source.open(self._topics, progress, self)
             self._opened.set()
             self._go.wait()
@@ -631,7 +635,8 @@ class FirstIds:
 class StoredProgress:
     """The lease and the state of one source, and the anchors of its partitions."""
 
-    def __init__(self, app: App, driver: Driver, name: str) -> None:
+    def __init__(self, run: Run, name: str) -> None:
+        app, driver = run.app, run.driver
         self._driver = driver
         self._name = name
         self._lease = JobLease(app.store.dialect, name, secrets.token_hex(16), _LEASE_S)

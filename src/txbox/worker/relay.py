@@ -12,12 +12,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from txbox import session as points
-from txbox.app import App
+from txbox.app import OUTBOX, App
 from txbox.boundaries import Boundary, is_contents
 from txbox.boundaries import log as _log
 from txbox.brokers.base import KeepsRuns, Publisher
@@ -49,14 +48,14 @@ from txbox.outbox import Route
 from txbox.policy import Backoff
 from txbox.processing.failure import printable
 from txbox.processing.intake import presentable
-from txbox.session import Operation, Session, Statement
+from txbox.session import Session, Statement
 from txbox.store.activity import Trouble
 from txbox.store.codec import Arrival
 from txbox.store.outbox import Look, OutboxStore, Staged, Taken
+from txbox.worker.agenda import Run
 from txbox.worker.driving import thread, trouble_of
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 #: Between two looks at the outbox while messages flow.
 _BUSY_S = 0.02
@@ -78,51 +77,35 @@ _OTHER_PAYLOAD = "A different payload was staged under a known id."
 _WAVE = 500
 
 
-class Perform(Protocol):
-    """Runs an operation and waits for it to end."""
-
-    def __call__(self, operation: Operation[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
-
-
-@dataclass(slots=True)
 class TopicPause:
     """A topic that its destination refuses, by the monotonic clock."""
 
-    since: float
-    until: float
-    away: tuple[Trouble, float] | None = None
-    backoff: Backoff = field(default_factory=lambda: Backoff(*_PAUSE_S))
+    __slots__ = ("away", "backoff", "since", "until")
+
+    def __init__(self) -> None:
+        self.since = self.until = time.monotonic()
+        self.away: tuple[Trouble, float] | None = None
+        self.backoff = Backoff(*_PAUSE_S)
 
 
 class Relay:
     """Sends the staged messages of one route until it is stopped.
 
-    Args:
-        stop: True when nothing more must be leased; what is being published is still marked.
-        delivered: called with the name of each consumer of this app that messages have reached.
-        polled: the caller calls `look` when a row is due, so an idle relay does not poll by itself.
+    Once the worker is stopping it leases nothing more; what is being published is still marked. Where the agenda polls
+    the outbox, an idle relay does not.
 
     Guarantee: a committed row is published at least once, always under its own id, and marked only
     after its confirmation. A later row of a key is published only after every earlier row that was
     committed before it was leased is confirmed or dead.
     """
 
-    def __init__(
-        self,
-        app: App,
-        route: Route,
-        perform: Perform,
-        *,
-        stop: Callable[[], bool],
-        delivered: Callable[[str], None] | None = None,
-        polled: bool = False,
-    ) -> None:
+    def __init__(self, run: Run, route: Route) -> None:
+        app = run.app
         self._app = app
         self._route = route
-        self._perform = perform
-        self._stop = stop
-        self._delivered = delivered
-        self._polled = polled
+        self._agenda = run.agenda
+        self._perform = run.driver.perform
+        self._stop = run.stopping.is_set
         self._policy = app.relaying
         self._store = self._new_store()
         self._publisher: Publisher | None = None
@@ -284,7 +267,7 @@ class Relay:
             while not self._stop() and (left_s := ends - time.monotonic()) > 0:
                 time.sleep(min(left_s, _STOP_S))
             return
-        idle = self._polled and self._polls.at_longest
+        idle = self._agenda.polls_outbox and self._polls.at_longest
         wait_s = None if idle else self._polls.next_s()
         if self._paused_topics:
             probe_at = min(pause.until for pause in self._paused_topics.values())
@@ -510,7 +493,7 @@ class Relay:
                 # so many are not left out singly
                 self._broker_away(refusal)
                 return False
-            pause = self._paused_topics.setdefault(topic, TopicPause(now, now))
+            pause = self._paused_topics.setdefault(topic, TopicPause())
             pause_s = pause.backoff.next_s()
             pause.until = now + pause_s
             pause.away = self._trouble(refusal, pause.since, topic)
@@ -601,9 +584,8 @@ class Relay:
         count = self._patiently(delivered)
         if count is not None:
             self._works()
-        if count and self._delivered is not None:
-            for consumer in reached:
-                self._delivered(consumer)
+        for consumer in reached if count else ():
+            self._agenda.look(consumer)
         self._report_sent(count or 0, started)
         return count is not None
 
@@ -724,31 +706,13 @@ class LocalDelivery:
 
 
 class Relays:
-    """Sends the staged messages of every route until stopped.
+    """Sends the staged messages of every route until stopped."""
 
-    Args:
-        stop: True when nothing more must be leased.
-        ended: called by each thread with what ended it; None for a normal stop.
-        delivered: called with the name of each consumer of this app that messages have reached.
-        polled: an agenda calls `due` when a row is due.
-    """
-
-    def __init__(
-        self,
-        app: App,
-        perform: Perform,
-        *,
-        stop: Callable[[], bool],
-        ended: Callable[[BaseException | None], None],
-        delivered: Callable[[str], None] | None = None,
-        polled: bool = False,
-    ) -> None:
-        self._app = app
-        self._ended = ended
-        self._relays = [
-            Relay(app, route, perform, stop=stop, delivered=delivered, polled=polled)
-            for route in app.routes.all()
-        ]
+    def __init__(self, run: Run) -> None:
+        self._app = run.app
+        self._ended = run.ended
+        self._relays = [Relay(run, route) for route in run.app.routes.all()]
+        run.agenda.parts[OUTBOX] = self
         self._threads: list[threading.Thread] = []
         self._listener: Listening | None = None
 

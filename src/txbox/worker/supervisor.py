@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from queue import Empty, SimpleQueue
@@ -159,20 +158,22 @@ GAVE_UP = 3
 _CONSUMES_FD = "TXBOX_CONSUMES_FD"
 
 
-@dataclass(slots=True, eq=False)
 class Child:
-    """A worker process, by its number: the one that runs now, or will run next."""
+    """A worker process, by its number: the one that runs now, or will run next.
 
-    number: int
-    #: Where it answers its parent.
-    health: socket.socket | None = None
-    #: Whether this process has ever answered.
-    answered: bool = False
-    process: subprocess.Popen[bytes] | None = None
-    started_at: float = 0.0
-    start_at: float = 0.0
-    restarts: Backoff = field(default_factory=lambda: Backoff(*_RESTART_S, spread=(0.75, 1.25)))
-    code: int | None = None
+    Args:
+        health: where it answers its parent.
+    """
+
+    def __init__(self, number: int, health: socket.socket | None = None) -> None:
+        self.number = number
+        self.health = health
+        #: Whether this process has ever answered.
+        self.answered = False
+        self.process: subprocess.Popen[bytes] | None = None
+        self.started_at = self.start_at = 0.0
+        self.restarts = Backoff(*_RESTART_S, spread=(0.75, 1.25))
+        self.code: int | None = None
 
     @property
     def running(self) -> bool:

@@ -18,7 +18,7 @@ from txbox.policy import Backoff
 from txbox.session import Session
 from txbox.store import leases
 from txbox.store.codec import Leased
-from txbox.worker.agenda import Agenda
+from txbox.worker.agenda import Run
 
 # after a lease without rows
 _PAUSE_S = (0.05, 2.5)
@@ -81,25 +81,17 @@ class Table:
 
     Args:
         suspects: one for the whole process: of the rows that may kill it, it runs one at a time.
-        stop: True when nothing more is to be started.
     """
 
-    def __init__(
-        self,
-        app: App,
-        consumer: str,
-        *,
-        suspects: threading.Lock,
-        stop: Callable[[], bool],
-        agenda: Agenda,
-    ) -> None:
+    def __init__(self, run: Run, consumer: str, suspects: threading.Lock) -> None:
+        app = run.app
         self.consumer = consumer
         #: Has each of the consumer's lanes take rows.
         self.wakes: list[Callable[[], None]] = []
-        self._agenda = agenda
+        self._agenda = run.agenda
         self._app = app
         self._suspects = suspects
-        self._stop = stop
+        self._stop = run.stopping.is_set
         self._lock = threading.Lock()
         self._rows: deque[Row] = deque()
         self._held: dict[str, set[str]] = {}

@@ -15,7 +15,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Literal, ParamSpec
 
-from txbox.app import OUTBOX, App, Consumption
+from txbox.app import App, Consumption
 from txbox.boundaries import Boundary
 from txbox.boundaries import log as _log
 from txbox.errors import (
@@ -33,11 +33,11 @@ from txbox.session import Operation
 from txbox.store import leases
 from txbox.store.activity import Doing
 from txbox.text import counted
-from txbox.worker.agenda import Agenda
-from txbox.worker.driving import Driver, check_tables, thread
+from txbox.worker.agenda import Run
+from txbox.worker.driving import check_tables, thread
 from txbox.worker.health import Answers, Health
 from txbox.worker.lanes import Lanes
-from txbox.worker.pulse import Pulse
+from txbox.worker.pulse import Pulse, identify
 from txbox.worker.pump import Pump
 from txbox.worker.relay import Relays
 from txbox.worker.supervisor import PARENT_FD, draining_on_signals, last_s, tell_parent
@@ -57,8 +57,6 @@ _CLOSE_S = 3.0
 _HUNG_S = 5.0
 # something is broken: what still runs may end, but nobody waits for it as long as in a drain
 _AFTER_CRASH_S = 10.0
-# deliveries of one source: more would only be memory, and withheld from other workers
-_IN_FLIGHT = 1000
 
 #: What a worker does, by its command: everything, or only one part of it.
 Kind = Literal["run", "relay", "maintain"]
@@ -120,33 +118,20 @@ class Worker:
         self._grace_s = grace.total_seconds()
         wanted = app.consumptions if consumptions is None else consumptions
         self._consumptions = wanted if self._runs_handlers else ()
-        self._driver = Driver(app, loop)
         self._health = health or Health()
         self._webhooks = webhooks
-        self._stopping = threading.Event()
+        self._run = Run(app, self._thread_ended, loop)
+        self._driver, self._stopping = self._run.driver, self._run.stopping
+        self._agenda = self._run.agenda
         self._relay = relay if self._runs_handlers else kind == "relay"
         self._relays: Relays | None = None
         # reports from threads and signal handlers; SimpleQueue.put may be called inside of either
         self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._agenda = Agenda(app, self._stopping.is_set)
-        self._lanes = Lanes(
-            app,
-            self._driver,
-            self._agenda,
-            stop=self._stopping.is_set,
-            ended=self._thread_ended,
-        )
+        self._lanes = Lanes(self._run)
         self._serving = False
         # each is True until it has reported its end
         self._pumps: dict[Pump, bool] = {}
-        self._background = Background(
-            app,
-            self._driver,
-            self._lanes.tables,
-            draining=self._stopping,
-            ended=self._thread_ended,
-            orphaned=self.stop,
-        )
+        self._background = Background(self._run, self._lanes.tables)
         self._poll: threading.Thread | None = None
         self._pulse: Pulse | None = None
         self._consuming = False
@@ -204,15 +189,7 @@ class Worker:
         if self._stopping.is_set():
             return
         if self._relay:
-            self._relays = Relays(
-                self._app,
-                self._driver.perform,
-                stop=self._stopping.is_set,
-                ended=self._thread_ended,
-                delivered=self._agenda.look,
-                polled=self._runs_handlers and bool(len(self._app.handlers)),
-            )
-            self._agenda.parts[OUTBOX] = self._relays
+            self._relays = Relays(self._run)
         self._health.relays = self._relays
         if self._runs_handlers:
             self._lanes.make()
@@ -277,16 +254,11 @@ class Worker:
 
     def _open_sources(self, names: Sequence[str], topics: Sequence[Sequence[str]]) -> None:
         """Start a pump for each source, and wait until all are open, or for a stop."""
-        app, worked = self._app, threading.Event()
+        worked = threading.Event()
         for consumption, name, wanted in zip(self._consumptions, names, topics, strict=True):
             pump = Pump(
-                app, self._driver, consumption.source, self._lanes,
-                name=name,
-                topics=wanted,
-                in_flight_max=_in_flight_max(app.batching.messages, len(self._lanes)),
-                stop=self._stopping.is_set,
-                worked=worked,
-            )  # fmt: skip
+                self._run, self._lanes, consumption.source, name=name, topics=wanted, worked=worked
+            )
             self._pumps[pump] = True
             self._health.pumps.append(pump)
             pump.start(partial(self._pump_ended, pump))
@@ -307,29 +279,25 @@ class Worker:
             sources = tuple(pump.name for pump in self._pumps)
             self._app.events.emit(WorkerStarted(consumers=tuple(tables), sources=sources))
         self._consuming = True
-        self._pulse = Pulse(
-            self._app, self._driver,
-            kind=self._kind,
-            name=self._name,
+        identity = identify(
+            self._kind,
+            self._name,
             consumers=tables,
             sources={
                 pump.name: wanted for pump, wanted in zip(self._pumps, topics, strict=True)
             },
             routes=[route.name for route in self._app.routes.all()] if self._relay else [],
             lanes=len(self._lanes),
-            doing=self._doing,
-            late=self._agenda.late if tables else None,
-            tables=tables.values(),
-            resumed=self._agenda.look,
-        )  # fmt: skip
-        self._pulse.start(self._thread_ended)
+        )
+        self._pulse = Pulse(self._run, identity, tables.values(), self._doing)
+        self._pulse.start()
         self._health.consuming(tables.values(), self._driver, Answers(self._app))
         if self._webhooks is not None:
             # requests are drained as lanes are
             self._serving = True
             self._driver.task(self._webhooks.serve()).add_done_callback(self._served)
         self._background.start(
-            maintenance=self._maintenance, alone=self._kind == "maintain"
+            maintenance=self._maintenance, alone=self._kind == "maintain", orphaned=self.stop
         )
         self._app.agenda = self._agenda
         if tables:
@@ -569,45 +537,28 @@ def _refuse(found: Iterable[conflicts.Conflict]) -> None:
         raise ConfigurationError(conflict.sentence)
 
 
-def _in_flight_max(batch: int, lanes: int) -> int:
-    """Three batches for each lane: one commits, one is claimed behind it, one waits; hardly more than a thousand."""
-    return max(3 * batch, 3 * lanes, min(3 * batch * lanes, _IN_FLIGHT))
-
-
 class Background:
     """Threads beside the lanes; each reports its end.
 
     Args:
-        tables: the leases that they hold are extended until `end`, so that a drain keeps them.
-        draining: ends maintenance.
-        ended: called by each thread with what ended it, None for a stop.
-        orphaned: called when the supervising process is gone.
+        tables: their leases are extended until `end`, so that a drain keeps them.
     """
 
-    def __init__(
-        self,
-        app: App,
-        driver: Driver,
-        tables: Mapping[str, Table],
-        *,
-        draining: threading.Event,
-        ended: Callable[[BaseException | None], None],
-        orphaned: Callable[[], None],
-    ) -> None:
-        self._app = app
-        self._driver = driver
+    def __init__(self, run: Run, tables: Mapping[str, Table]) -> None:
+        self._app = run.app
+        self._driver = run.driver
         self._tables = tables
-        self._draining = draining
-        self._ended = ended
-        self._orphaned = orphaned
+        self._draining = run.stopping
+        self._ended = run.ended
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def start(self, *, maintenance: bool, alone: bool = False) -> None:
+    def start(self, *, maintenance: bool, alone: bool, orphaned: Callable[[], None]) -> None:
         """Start the threads: heartbeats of leases, `maintenance` if wanted, and the watch over a parent, if any.
 
         Args:
             alone: nothing but maintenance says whether the database is away.
+            orphaned: called when the supervising process is gone.
         """
         if self._tables:
             self._threads.append(thread("txbox-heartbeat", self._beat, self._ended))
@@ -618,7 +569,7 @@ class Background:
         tell_parent()
         # taken out: the descriptor is not for processes that a handler starts
         if parent := os.environ.pop(PARENT_FD, None):
-            thread("txbox-parent", lambda: self._watch(int(parent)), self._ended)
+            thread("txbox-parent", lambda: self._watch(int(parent), orphaned), self._ended)
 
     def end(self) -> None:
         """Have them end: nothing that is leased is at work any more."""
@@ -674,9 +625,9 @@ class Background:
             return error
         return None
 
-    def _watch(self, fd: int) -> None:
+    def _watch(self, fd: int, orphaned: Callable[[], None]) -> None:
         while not self._over.is_set():
             if select.select([fd], [], [], _LOOK_AT_PARENT_S)[0]:
                 # nobody writes there: it is readable when the last process that could has ended
-                self._orphaned()
+                orphaned()
                 return
