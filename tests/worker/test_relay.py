@@ -556,7 +556,7 @@ def test_a_topic_that_takes_nothing_pauses_alone(
         # by then its attempts would be used up
         turned_until(relay, lambda: len(_pauses(events)) >= 5, "five refusals")
         assert raw(database_url).value("SELECT max(attempts) FROM txbox_outbox") == 0
-        assert relay.left()
+        assert relay.has_rows()
         assert {(event.topic, event.reason) for event in _pauses(events)} == {
             ("full", "the queue is full")
         }

@@ -109,7 +109,7 @@ def drain(app: App) -> None:
                 break
         else:
             raise AssertionError("the relay never came to an end")
-        assert not relay.left(), "what is not its own keeps no relay from its end"
+        assert not relay.has_rows(), "what is not its own keeps no relay from its end"
 
 
 @contextmanager

@@ -131,7 +131,7 @@ def test_once_does_not_leave_what_a_handler_stages_while_the_tables_are_read(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The outbox is read, then a row of the inbox becomes one of the outbox, then the inbox is read."""
-    left, turn, work_left = Relays.left, Relay.turn, leases.work_left
+    has_rows, turn, work_left = Relays.has_rows, Relay.turn, leases.work_left
     reads: list[bool] = []
     inbox_read = threading.Event()
 
@@ -149,7 +149,7 @@ def test_once_does_not_leave_what_a_handler_stages_while_the_tables_are_read(
         return found
 
     def outbox(relays: Relays) -> bool:
-        found = left(relays)
+        found = has_rows(relays)
         reads.append(found)
         if len(reads) == 1:
             shop.app.send(paid("m"))
@@ -158,7 +158,7 @@ def test_once_does_not_leave_what_a_handler_stages_while_the_tables_are_read(
 
     shop.handler(stage)
     shop.app.handler("invoices", consumer="invoices")(_nothing)
-    monkeypatch.setattr(Relays, "left", outbox)
+    monkeypatch.setattr(Relays, "has_rows", outbox)
     monkeypatch.setattr(Relay, "turn", relay_later)
     monkeypatch.setattr(leases, "work_left", inbox)
     assert worker(shop.app, once=True).run() == 0

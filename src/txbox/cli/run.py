@@ -290,11 +290,11 @@ def _http_socket(args: argparse.Namespace, app: App) -> socket.socket | None:
 
 def _child(args: argparse.Namespace) -> list[str]:
     flags = ("once", "no_maintenance", "no_relay", "log_json", "verbose")
-    given = [f"--{name.replace('_', '-')}" for name in flags if getattr(args, name)]
+    options = [f"--{name.replace('_', '-')}" for name in flags if getattr(args, name)]
     # a child ends by itself before its parent has to kill it
     grace_s = args.grace.total_seconds()
     grace = f"{grace_s - last_s(grace_s):.3f}s"
-    return [*args.program, "run", "--child", "--app", args.app, *given, "--grace", grace]
+    return [*args.program, "run", "--child", "--app", args.app, *options, "--grace", grace]
 
 
 # -- relay ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How a worker is: alive, ready."""
+"""Liveness and readiness of a worker."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Answers:
         """Whether a statement has been without an answer for too long."""
         return self._database.waited_s() > self._longest_s
 
-    def look(self) -> None:
-        """Tell what has changed since the last look."""
+    def check(self) -> None:
+        """Emit an event if the database has become silent, or answers again."""
         silent = self.missing()
         if silent and self._silent_at is None:
             self._silent_at = time.monotonic() - self._longest_s
@@ -88,7 +88,7 @@ class Health:
         elif isinstance(event, ConsumptionResumed) and event.source is None:
             self._away_until = 0.0
 
-    # -- told by the worker -------------------------------------------------------------------
+    # -- called by the worker -----------------------------------------------------------------
 
     def consuming(
         self, tables: Iterable[Table], driver: Driver | None, answers: Answers | None = None
@@ -104,7 +104,7 @@ class Health:
         """The main loop has come round."""
         self._beat_at = time.monotonic()
         if self._answers is not None:
-            self._answers.look()
+            self._answers.check()
 
     @contextmanager
     def asking_the_database(self) -> Generator[None]:
@@ -123,10 +123,10 @@ class Health:
         self._failure = error
 
     def closing(self) -> None:
-        """Everything has ended; what is left waits for the database, for a bounded time."""
+        """Everything has ended; closing waits for the database, for a bounded time."""
         self._judged = False
 
-    # -- asked by whoever looks ---------------------------------------------------------------
+    # -- read by probes ----------------------------------------------------------------------
 
     def stuck(self) -> list[str]:
         """Why the worker is not alive: a thread has died, or a loop does not come round."""
@@ -165,7 +165,7 @@ class Health:
         return why
 
     def _loop_silent_s(self, now: float) -> float:
-        """How long a call has been waiting for the loop; each look sends one, unless one waits."""
+        """How long a call has been waiting for the loop; each check sends one, unless one waits."""
         with self._lock:
             if self._pinged_at is not None:
                 return now - self._pinged_at
@@ -176,5 +176,5 @@ class Health:
             return 0.0
 
     def _ponged(self) -> None:
-        # without the lock: the looker that holds it may be sending the call that this answers
+        # without the lock: the thread that has it may be sending the call that this answers
         self._pinged_at = None

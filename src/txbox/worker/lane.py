@@ -68,10 +68,10 @@ class Lane:
         self._stop = run.stopping.is_set
         self._lock = threading.Lock()
         self._queue: deque[Work] = deque()
-        # deliveries whose id another transaction holds, and when to claim them again
+        # deliveries whose id is in another transaction, and when to claim them again
         self._again: list[tuple[float, int, Work]] = []
         self._order = itertools.count()
-        # for each key with a held message, the deliveries behind it
+        # for each key with a message that waits for its id, the deliveries behind it
         self._behind: dict[str, deque[Work]] = {}
         # rows that this lane has stored and leased, and runs itself
         self._rows: deque[Row] = deque()
@@ -172,21 +172,21 @@ class Lane:
         batch: list[Work] = []
         queue, behind = self._queue, self._behind
         first: Work | None = None
-        messages_max, bytes_left = 1, self._app.batching.payload_bytes
+        messages_max, bytes_remaining = 1, self._app.batching.payload_bytes
         with self._lock:
             while queue:
                 work = queue[0]
                 if work.key is not None and work.key in behind:
                     behind[work.key].append(queue.popleft())
                     continue
-                bytes_left -= len(work.message.payload or b"")
+                bytes_remaining -= len(work.message.payload or b"")
                 if first is None:
                     first, messages_max = work, self._batch_messages(work)
                 elif (
                     len(batch) >= messages_max
                     or work.modes is not first.modes
                     or work.mode is not first.mode
-                    or bytes_left < 0
+                    or bytes_remaining < 0
                 ):
                     break
                 batch.append(queue.popleft())
@@ -243,7 +243,7 @@ class Lane:
         except Exception as error:  # noqa: BLE001  # see contain
             self._contain(error, _AGAIN_S[0])
             for work in batch:
-                self._hold(work)
+                self._claim_later(work)
             return None
 
     def _prepared(self, db: Session, batch: list[Work]) -> Prepared:
@@ -315,17 +315,17 @@ class Lane:
             self._table.mark_due()
 
     def _settled(self, batch: list[Work], answers: list[Answer], began: float) -> bool:
-        """Settle the deliveries with a settling answer and hold the others; returns whether one was deferred."""
+        """Settle the deliveries with a settling answer and keep the others; returns whether one was deferred."""
         self._app.activity.settled(self._table.consumer, answers, batch, began)
         done: list[Work] = []
         deferred = failed = False
         for work, settled in zip(batch, answers, strict=True):
             if settled.outcome is Outcome.IN_PROGRESS:
-                self._hold(work)
+                self._claim_later(work)
                 continue
             done.append(work)
             if work.backoff is not None:
-                self._let_go(work)
+                self._unblock(work)
             if settled.outcome is Outcome.DEFERRED:
                 deferred = True
             elif settled.outcome is Outcome.FAILED:
@@ -355,7 +355,7 @@ class Lane:
         waiting: list[Work] = []
         for work, settled in zip(batch, answers, strict=True):
             if not settled.outcome.settles:
-                self._hold(work)
+                self._claim_later(work)
             elif settled.outcome is Outcome.DEFERRED and handler.options.transactional:
                 # a source that loses a partition waits for its unsettled deliveries, which keeps order across workers
                 waiting.append(work)
@@ -378,8 +378,8 @@ class Lane:
         db.discard()
         return [Answer(Outcome.IN_PROGRESS)] * len(batch)
 
-    def _hold(self, work: Work) -> None:
-        """Keep a delivery that another transaction holds, to claim it again after a pause.
+    def _claim_later(self, work: Work) -> None:
+        """Keep a delivery whose id is in another transaction, to claim it again after a pause.
 
         If the order of keys matters, it blocks its key.
         """
@@ -393,7 +393,7 @@ class Lane:
         at = time.monotonic() + work.backoff.next_s()
         heapq.heappush(self._again, (at, next(self._order), work))
 
-    def _let_go(self, work: Work) -> None:
+    def _unblock(self, work: Work) -> None:
         behind = self._behind.pop(work.key, None) if work.key is not None else None
         if behind:
             with self._lock:
@@ -402,10 +402,10 @@ class Lane:
     # -- rows ---------------------------------------------------------------------------------
 
     def _leased(self, batch: list[Work], leasing: Leasing) -> list[Row]:
-        """The rows that a batch has leased; they are held from now on."""
+        """The rows that a batch has leased; their leases are extended from now on."""
         handler = batch[0].modes.handler
         rows = [Row(handler, leased, leasing.token, False) for leased in leasing.rows]
-        self._table.hold(rows)
+        self._table.keep(rows)
         return rows
 
     async def _run_stored(self, db: Session) -> bool:
@@ -424,11 +424,11 @@ class Lane:
             await self._run_together(db, rows, following)
             return
         row: Row | None = rows[0]
-        left = self._app.lease.batch
+        remaining = self._app.lease.batch
         while row is not None:
             await self._run_together(db, [row], following)
-            left -= 1
-            row = await self._table.behind(db, row) if left else None
+            remaining -= 1
+            row = await self._table.behind(db, row) if remaining else None
 
     async def _run_together(
         self, db: Session, rows: list[Row], following: Following | None
@@ -536,17 +536,17 @@ class HandlerModes:
 class Parts:
     """Counts the consumers that have not settled their part of a delivery."""
 
-    __slots__ = ("_left", "_lock")
+    __slots__ = ("_lock", "_unsettled_parts")
 
     def __init__(self, parts: int) -> None:
-        self._left = parts
+        self._unsettled_parts = parts
         self._lock = threading.Lock()
 
     def settled(self) -> bool:
         """Settle one part; returns whether it was the last."""
         with self._lock:
-            self._left -= 1
-            return self._left == 0
+            self._unsettled_parts -= 1
+            return self._unsettled_parts == 0
 
 
 #: Acknowledges deliveries that every consumer has settled; called from the lanes' threads.

@@ -30,7 +30,7 @@ _THREADS_OUTSIDE = 200
 _IDLE_S = 10.0
 
 
-class Seats:
+class ConnectionSlots:
     """Bounds how many of a worker's lanes have a connection at a time; the others wait in line."""
 
     def __init__(self, count: int) -> None:
@@ -39,7 +39,7 @@ class Seats:
         self._waiting: deque[Future[None]] = deque()
 
     def take(self) -> Future[None] | None:
-        """Take a seat; if none is free, returns a future that is done when the caller has one."""
+        """Take a slot; if none is free, returns a future that is done when the caller has one."""
         with self._lock:
             if self._free:
                 self._free -= 1
@@ -49,7 +49,7 @@ class Seats:
             return waiting
 
     def give(self) -> None:
-        """Give a seat back, to whoever has waited longest."""
+        """Give a slot back, to whoever has waited longest."""
         with self._lock:
             while self._waiting:
                 waiting = self._waiting.popleft()
@@ -59,28 +59,28 @@ class Seats:
             self._free += 1
 
 
-class Seat:
-    """The connections of one turn: one at a time, each of which needs a seat.
+class Slot:
+    """The connections of one turn: one at a time, each of which needs a slot.
 
-    A turn that waits for a seat holds no connection, and the worker's other tasks (heartbeats, polls, relays) need no
-    seat, so nobody waits for a connection while holding one. When a connection is dropped, the seat is kept until the
+    A turn that waits for a slot holds no connection, and the worker's other tasks (heartbeats, polls, relays) need no
+    slot, so nobody waits for a connection while holding one. When a connection is dropped, the slot is kept until the
     next one, or until `leave`.
     """
 
-    def __init__(self, connections: Connections, seats: Seats) -> None:
+    def __init__(self, connections: Connections, slots: ConnectionSlots) -> None:
         self.is_async = connections.is_async
         self.idle_limit = connections.idle_limit
         self.waits = connections.waits
         self.distrust = connections.distrust
         self._connections = connections
-        self._seats = seats
-        self._seated = False
+        self._slots = slots
+        self._has_slot = False
 
     async def acquire(self) -> Connection:
-        if not self._seated:
-            if (waiting := self._seats.take()) is not None:
-                await self._seat_given(waiting)
-            self._seated = True
+        if not self._has_slot:
+            if (waiting := self._slots.take()) is not None:
+                await self._slot_free(waiting)
+            self._has_slot = True
         try:
             return await self._connections.acquire()
         except BaseException:
@@ -88,7 +88,7 @@ class Seat:
             self.leave()
             raise
 
-    async def _seat_given(self, waiting: Future[None]) -> None:
+    async def _slot_free(self, waiting: Future[None]) -> None:
         if not self.is_async:
             waiting.result()
             return
@@ -96,7 +96,7 @@ class Seat:
             await asyncio.wrap_future(waiting)
         except asyncio.CancelledError:
             if not waiting.cancelled():
-                self._seats.give()
+                self._slots.give()
             raise
 
     async def release(self, connection: Any) -> None:
@@ -104,10 +104,10 @@ class Seat:
         self.leave()
 
     def leave(self) -> None:
-        """Give the seat back, if it has one."""
-        if self._seated:
-            self._seated = False
-            self._seats.give()
+        """Give the slot back, if it has one."""
+        if self._has_slot:
+            self._has_slot = False
+            self._slots.give()
 
 
 class Threads:
@@ -181,25 +181,25 @@ class OnLoop:
         return False
 
 
-#: A handler that takes a message, and its lanes.
-_Taken = tuple[HandlerModes, tuple[Lane, ...]]
+#: A handler, as its deliveries are processed, and its lanes.
+_Route = tuple[HandlerModes, tuple[Lane, ...]]
 
 
-class Matches(dict[tuple[str, str | None], list[_Taken]]):
-    """For each topic and type of what one source delivers, the handlers that take it; none if it was not asked for it.
+class Matches(dict[tuple[str, str | None], list[_Route]]):
+    """For each topic and type of what one source delivers, the handlers that take it; none if it does not ask for it.
 
     Args:
-        topics: what the source was asked for.
+        topics: those that the source is to deliver.
         modes: of every handler.
     """
 
-    def __init__(self, topics: Sequence[str], modes: Mapping[Handler, _Taken]) -> None:
+    def __init__(self, topics: Sequence[str], modes: Mapping[Handler, _Route]) -> None:
         super().__init__()
         self._topics = frozenset(topics)
         self._modes = modes
 
     def asks_for(self, topic: str) -> bool:
-        """Whether the source was asked for this topic; "*" is every topic but those of effects."""
+        """Whether the source is to deliver this topic; "*" is every topic but those of effects."""
         return topic in self._topics or (
             "*" in self._topics and not topic.startswith(EFFECT_PREFIX)
         )
@@ -208,17 +208,17 @@ class Matches(dict[tuple[str, str | None], list[_Taken]]):
         """Whether what the source delivers may be for this handler."""
         return handler.topic == "*" or self.asks_for(handler.topic)
 
-    def __missing__(self, described: tuple[str, str | None]) -> list[_Taken]:
+    def __missing__(self, described: tuple[str, str | None]) -> list[_Route]:
         topic, kind = described
         if len(self) > _MATCHES_MAX:
             # types come from outside, so the cache must be bounded
             self.clear()
-        self[described] = found = [
-            taken
-            for handler, taken in self._modes.items()
+        self[described] = routes = [
+            route
+            for handler, route in self._modes.items()
             if self.asks_for(topic) and handler.matches(topic, kind)
         ]
-        return found
+        return routes
 
 
 class Lanes:
@@ -246,7 +246,7 @@ class Lanes:
         #: By consumer, and whether they run async handlers.
         self.by_consumer: dict[tuple[str, bool], list[Lane]] = {}
         # one for each handler: a batch ends where the next message has another
-        self._modes: dict[Handler, _Taken] = {}
+        self._modes: dict[Handler, _Route] = {}
         self._handed = 0
 
     def __len__(self) -> int:
@@ -261,7 +261,7 @@ class Lanes:
             if handler.options.transactional
         ]
         count = self._app.limits.connections or max([_CONNECTIONS, *wanted])
-        self._seats = Seats(count)
+        self._slots = ConnectionSlots(count)
         # more threads than connections would only wait; handlers outside a transaction need none
         threads = (Threads(self, count), Threads(self, _THREADS_OUTSIDE))
         on_loop = OnLoop(self)
@@ -308,15 +308,15 @@ class Lanes:
         """Run one turn in this thread; returns whether the lane wants another."""
         connections = self._app.database.sync
         assert connections is not None, "checked at start"
-        seat = Seat(connections, self._seats)
+        slot = Slot(connections, self._slots)
         error: BaseException | None = None
         again = False
         try:
-            again = drive(seat, lane.turn)
+            again = drive(slot, lane.turn)
         except BaseException as raised:  # noqa: BLE001  # reported: the worker decides what happens
             error = raised
         finally:
-            seat.leave()
+            slot.leave()
         if not again:
             self._report(error)
         return again
@@ -324,11 +324,11 @@ class Lanes:
     async def _turn_async(self, lane: Lane) -> None:
         connections = self._app.database.asynchronous
         assert connections is not None, "checked at start"
-        seat = Seat(connections, self._seats)
+        slot = Slot(connections, self._slots)
         try:
-            await drive_async(seat, lane.turn)
+            await drive_async(slot, lane.turn)
         finally:
-            seat.leave()
+            slot.leave()
 
     def _task_ended(self, task: Future[None]) -> None:
         self._report(task.exception() if not task.cancelled() else RuntimeError("cancelled"))
@@ -351,7 +351,7 @@ class Lanes:
         return any(not lane.busy for lanes in self.by_consumer.values() for lane in lanes)
 
     def matches(self, topics: Sequence[str]) -> Matches:
-        """Return which handlers take what a source delivers, which was asked for these topics."""
+        """Return which handlers take what a source delivers that is to deliver these topics."""
         return Matches(topics, self._modes)
 
     def hand_out(
@@ -366,21 +366,21 @@ class Lanes:
             (`turn_here`) or wake. The others run already.
         """
         handed: dict[Lane, list[Work]] = {}
-        left: list[Delivery] = []
+        unmatched: list[Delivery] = []
         here: Lane | None = None
         for delivery in deliveries:
             message = delivery.message
             if message is None:
-                left.append(delivery)
+                unmatched.append(delivery)
                 continue
             try:
-                found = matches[message.topic, message.type]
-                if not found:
-                    left.append(delivery)
+                routes = matches[message.topic, message.type]
+                if not routes:
+                    unmatched.append(delivery)
                     continue
-                parts = Parts(len(found)) if len(found) > 1 else None
+                parts = Parts(len(routes)) if len(routes) > 1 else None
                 self._handed += 1
-                for modes, lanes in found:
+                for modes, lanes in routes:
                     work = Work(acknowledge, delivery, message, modes, parts)
                     if modes.in_order:
                         work.key = message.key
@@ -401,7 +401,7 @@ class Lanes:
                     group[:] = [work for work in group if work.delivery is not delivery]
                 why = f"{type(error).__name__} (boundary: {Boundary.DISPATCH})"
                 delivery.problem = f"The message cannot be handed out: {why}."
-                left.append(delivery)
+                unmatched.append(delivery)
         for lane, works in handed.items():
             if not works:
                 continue
@@ -412,7 +412,7 @@ class Lanes:
                 here = lane
             else:
                 lane.run()
-        return left, here
+        return unmatched, here
 
     def _lane(self, work: Work, lanes: Sequence[Lane], message: Message[Any]) -> Lane:
         key = work.lock_key if work.lock_key is not None else message.key

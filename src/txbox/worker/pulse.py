@@ -1,4 +1,4 @@
-"""The pulse of a process: it tells the database what it is and does, and hears which consumers are paused."""
+"""The pulse of a process: it writes what it is and does, and reads which consumers are paused."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Pulse:
     Args:
         doing: called for each row.
 
-    Guarantee: nothing waits for it, and nothing ends with it. While the database is away who is paused stays so, and
-    it counts on; what a crash leaves unwritten, a few seconds of a statistic, is lost.
+    Guarantee: its failures never delay or stop the worker. While the database is down, pauses stay as last read, and
+    counts add up; a crash loses a few seconds of statistics.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Pulse:
         self._written: Doing | None = None
         self._write_at = 0.0
         self._woken = threading.Event()
-        self._told: set[str | None] = set()
+        self._logged: set[str | None] = set()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -100,7 +100,7 @@ class Pulse:
         self._app.activity.counts = True
         self._app.pauses.wake = self._woken.set
         # one that is paused already is not to begin
-        self._carefully(self._look)
+        self._best_effort(self._read_pauses)
         self._thread = thread("txbox-pulse", self._run, self._run_of.ended)
 
     def end(self, timeout_s: float) -> None:
@@ -114,27 +114,27 @@ class Pulse:
         while not self._over:
             self._woken.clear()
             if self._app.pauses.unwritten:
-                self._carefully(self._paused)
-            self._carefully(self._beat)
+                self._best_effort(self._paused)
+            self._best_effort(self._beat)
             if not self._over:
                 self._woken.wait(_BEAT_S)
         if self._app.pauses.unwritten:
-            self._carefully(self._paused)
-        self._carefully(self._left)
+            self._best_effort(self._paused)
+        self._best_effort(self._departed)
         self._app.pauses.wake = None
         self._app.activity.counts = False
 
     async def _paused(self, db: Session) -> None:
         await self._app.pauses.write(db, self._app.store.dialect)
 
-    async def _look(self, db: Session) -> None:
+    async def _read_pauses(self, db: Session) -> None:
         _, paused = await activity.pauses(db, self._app.store.dialect)
-        self._heard(paused)
+        self._apply(paused)
 
     async def _beat(self, db: Session) -> None:
         clock_s, paused = await activity.pauses(db, self._app.store.dialect)
         self._app.activity.ahead_s = clock_s - time.time()
-        self._heard(paused)
+        self._apply(paused)
         await self._write(db)
         for table in self._tables:
             if table.paused:
@@ -154,27 +154,26 @@ class Pulse:
             counting.written()
             self._written, self._write_at = doing, time.monotonic() + _WRITE_S
 
-    def _heard(self, paused: Iterable[Pause]) -> None:
+    def _apply(self, paused: Iterable[Pause]) -> None:
         for consumer in self._app.pauses.heard(paused):
             self._run_of.agenda.look(consumer)
 
-    async def _left(self, db: Session) -> None:
+    async def _departed(self, db: Session) -> None:
         await self._write(db)
         await activity.gone(db, self._app.store.dialect, self.identity.worker)
 
-    def _carefully(self, operation: Operation[[], None]) -> None:
-        """Carry an operation out; what fails is told once, and tried again later."""
+    def _best_effort(self, operation: Operation[[], None]) -> None:
+        """Run an operation; a failure is logged once, and the next beat tries again."""
         try:
             self._driver.perform(operation)
         except StoreError as error:
             if error.fault in CURABLE:
-                _log.debug("Put off while the database is busy or away: %s", error)
-            elif error.code not in self._told:
-                self._told.add(error.code)
+                _log.debug("Postponed while the database is busy or away: %s", error)
+            elif error.code not in self._logged:
+                self._logged.add(error.code)
                 _log.warning(
-                    "What this process does cannot be written down, or it cannot read who is paused (%s): it works on, "
-                    "but `txbox workers`, `txbox pause` and the counts miss it. `txbox schema print --grants` prints "
-                    "the rights it needs.",
+                    "Cannot record this worker's status or read pauses (%s). Processing continues, but `txbox workers`, "
+                    "`txbox pause` and the counts miss it. `txbox schema print --grants` prints the rights it needs.",
                     error,
                 )
         except Exception as error:  # noqa: BLE001  # see contain

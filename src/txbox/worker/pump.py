@@ -67,7 +67,7 @@ class Pump:
 
     Args:
         name: of the source in events and gauges.
-        topics: what the source is asked for.
+        topics: those that the source is to deliver.
         worked: set once a source of this worker has been received from. What a broker refuses from then on is waited
             for, as somebody may be repairing it; until then it ends the worker.
 
@@ -131,7 +131,7 @@ class Pump:
         lanes.rested.append(self._lead.hurry)
 
     def start(self, ended: Callable[[BaseException | None], None]) -> None:
-        """Open the source in a thread of its own; pump, from `go` on, until it is exhausted or told to finish.
+        """Open the source in a thread of its own; pump, from `go` on, until it is exhausted or is to finish.
 
         Args:
             ended: called once the source is closed, with the error if there was one.
@@ -251,7 +251,7 @@ class Pump:
             if self._finish or (self.source.exhausted and not self._in_flight):
                 self._settle()
                 return None
-            if self._stop() or self._full() or self.held:
+            if self._stop() or self._full() or self.all_paused:
                 self._wait(_WAIT_S)
                 continue
             if self._in_flight and self._look_s:
@@ -263,12 +263,14 @@ class Pump:
                 return lane
 
     @property
-    def held(self) -> bool:
+    def all_paused(self) -> bool:
         """Whether every consumer of this source is paused; messages then stay at the broker."""
         paused = self._app.pauses.held
         if not paused:
             return False
-        consumers = [each.consumer for each in self._app.handlers if self._matches.reaches(each)]
+        consumers = [
+            handler.consumer for handler in self._app.handlers if self._matches.reaches(handler)
+        ]
         return bool(consumers) and paused.issuperset(consumers)
 
     def _full(self) -> bool:
@@ -328,14 +330,14 @@ class Pump:
         if session.crash_point is not None:
             for _ in received:
                 session.at("received")
-        if not self._ids.found:
+        if not self._ids.usable:
             received = self._with_ids(received)
-        left, lane = self._lanes.hand_out(received, self._matches, self.deliveries_settled)
-        if left and lane is not None:
+        unmatched, lane = self._lanes.hand_out(received, self._matches, self.deliveries_settled)
+        if unmatched and lane is not None:
             # what follows may wait for the database
             lane.run()
             lane = None
-        for delivery in left:
+        for delivery in unmatched:
             self._take_aside(delivery)
         return lane
 
@@ -370,7 +372,7 @@ class Pump:
                 self._troubled(self.refusal)
                 self._app.events.emit(SourceRefused(source=self.name, reason=self.refusal))
                 return received[: index + 1]
-            if self._ids.found:
+            if self._ids.usable:
                 break
         return received
 
@@ -459,17 +461,17 @@ class Pump:
         done: list[Delivery] = []
         while True:
             with self._lock:
-                taken: list[Delivery] = []
+                lost: list[Delivery] = []
                 others: list[Delivery] = []
                 for delivery in self._settled:
-                    (taken if among(delivery) else others).append(delivery)
+                    (lost if among(delivery) else others).append(delivery)
                 self._settled = others
-                self._done(taken)
-                done += taken
-                left_s = deadline - time.monotonic()
-                if left_s <= 0 or not any(among(delivery) for delivery in self._in_flight):
+                self._done(lost)
+                done += lost
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0 or not any(among(delivery) for delivery in self._in_flight):
                     return done
-                self._changed.wait(min(left_s, _WAIT_S))
+                self._changed.wait(min(remaining_s, _WAIT_S))
 
     def report(self, event: Event) -> None:
         """Called by the source."""
@@ -605,8 +607,8 @@ class FirstIds:
     def __init__(self, source: str) -> None:
         self._source = source
         self._without = 0
-        #: A message had an id, so there is nothing left to check.
-        self.found = False
+        #: A message had an id, so there is nothing more to check.
+        self.usable = False
 
     def missing(self, message: Message[Any], handlers: Sequence[Handler]) -> str | None:
         """Check one more message; returns what to configure once too many had no id."""
@@ -615,7 +617,7 @@ class FirstIds:
                 handler.id_of(message)
             except UnusableMessage:
                 continue
-            self.found = True
+            self.usable = True
             return None
         self._without += 1
         if self._without < _FIRST:

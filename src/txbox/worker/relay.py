@@ -119,12 +119,12 @@ class Relay:
         self._backoff = Backoff(*_PAUSE_S)
         self._pause_s = 0.0
         self._paused_topics: dict[str, TopicPause] = {}
-        self._look_s = 0.0
-        # why nothing is sent, and by the monotonic clock when that was found out last
+        self._lease_s = 0.0
+        # why nothing is sent, and by the monotonic clock when it was last seen
         self._away: tuple[Trouble, float] | None = None
         self._adopts, self._adopt_at = Backoff(*_ADOPT_S), 0.0
         local = route.destination is None
-        self._taken = Taken(
+        self._takes = Taken(
             route=route.name, topics=route.topics, others=route.others, whole=local,
             **({"fits": self._consumed} if local else {}),
         )  # fmt: skip
@@ -178,19 +178,19 @@ class Relay:
         if self._publisher is None and time.monotonic() >= self._adopt_at:
             self._adopt()
         if self._paused_topics:
-            # every look passes over their rows, however many: leave the database most of its time
-            time.sleep(min(3 * self._look_s, _REST_S))
+            # each lease passes over their rows, however many: this must not be most of what the database does
+            time.sleep(min(3 * self._lease_s, _REST_S))
         token = secrets.token_hex(16)
         lease, started = self._next_lease(), time.monotonic()
-        look = self._patiently(lambda db: lease(db, token=token))
-        self._look_s = time.monotonic() - started
-        if look is None:
+        batch = self._with_retries(lambda db: lease(db, token=token))
+        self._lease_s = time.monotonic() - started
+        if batch is None:
             return False
-        if not look.rows:
-            return look.more
+        if not batch.rows:
+            return batch.more
         points.at("relay:leased")
         self._polls.reset()
-        rows = self._readable(look.rows, token)
+        rows = self._readable(batch.rows, token)
         send = self._deliver if self._publisher is None else self._publish
         return send(rows, token) if rows else True
 
@@ -209,7 +209,7 @@ class Relay:
         statements = [statement for _, statement, _ in failures]
         if behind:
             statements.append(self._store.release(behind, token=token))
-        results = self._patiently(lambda db: db.together(tuple(statements)))
+        results = self._with_retries(lambda db: db.together(tuple(statements)))
         for (*_, event), result in zip(failures, results or (), strict=False):
             if result.count:
                 self._app.events.emit(event)
@@ -220,37 +220,37 @@ class Relay:
         now = time.monotonic()
         # while the broker is away, a single row probes it
         limit = self._policy.batch if self._paused_at is None else 1
-        store, taken = self._store, self._taken
+        store, takes = self._store, self._takes
         if self._paused_topics:
-            taken = taken.without(self._paused_topics)
+            takes = takes.without(self._paused_topics)
             for topic, pause in self._paused_topics.items():
                 if pause.until <= now:
                     pause.until = now + pause.backoff.pause_s
-                    # several: a message that is never confirmed must not look like a topic that takes none
+                    # several: a message that is never confirmed must not seem to be a topic that takes none
                     limit = min(limit, _PROBE_ROWS)
-                    store, taken = self._new_store(), taken.only(topic)
+                    store, takes = self._new_store(), takes.only(topic)
                     break
         return partial(
             store.lease,
             limit=limit,
             payload_bytes=self._app.batching.payload_bytes,
             lease_s=self._policy.lease.total_seconds(),
-            taken=taken,
+            taken=takes,
         )
 
     def _new_store(self) -> OutboxStore:
         return OutboxStore(self._app.store.dialect, self._app.store.columns)
 
-    def left(self) -> bool:
+    def has_rows(self) -> bool:
         """Whether rows that this relay takes are due or leased."""
-        return self._perform(self._store.left, self._taken)
+        return self._perform(self._store.left, self._takes)
 
     def _adopt(self) -> None:
         """Adopt rows of an earlier or later release of this app, which had other consumers."""
         adopts = self._app.routes.adopts
         adopted = None
         try:
-            adopted = self._patiently(lambda db: self._store.adopt(db, self._route.name, adopts))
+            adopted = self._with_retries(lambda db: self._store.adopt(db, self._route.name, adopts))
         except Exception as error:  # noqa: BLE001  # see contain
             self._app.protocol.contain(Boundary.RELAY, error, retry_in_s=self._adopts.pause_s)
         if adopted:
@@ -264,8 +264,8 @@ class Relay:
         if self._paused_at is not None:
             # staging more does not bring the broker back
             ends = time.monotonic() + self._pause_s
-            while not self._stop() and (left_s := ends - time.monotonic()) > 0:
-                time.sleep(min(left_s, _STOP_S))
+            while not self._stop() and (remaining_s := ends - time.monotonic()) > 0:
+                time.sleep(min(remaining_s, _STOP_S))
             return
         idle = self._agenda.polls_outbox and self._polls.at_longest
         wait_s = None if idle else self._polls.next_s()
@@ -293,10 +293,13 @@ class Relay:
         confirmed: list[Staged] = []
         failed: list[tuple[Staged, Exception]] = []
         unsent: list[Staged] = []
-        left = list(rows)
+        remaining = list(rows)
         reachable = True
-        while left:
-            wave, left = (left[:_WAVE], left[_WAVE:]) if self._runs else _wave(left)
+        while remaining:
+            if self._runs:
+                wave, remaining = remaining[:_WAVE], remaining[_WAVE:]
+            else:
+                wave, remaining = _wave(remaining)
             answers = (
                 self._answers(wave, within_s)
                 if reachable and not self._stop() and time.monotonic() < until
@@ -320,9 +323,10 @@ class Relay:
                     stopped.add(_key(row))
             if unsent or self._paused_topics:
                 reachable = self._pause_topics(wave, answers)
-                unsent += [row for row in left if row.message.topic in self._paused_topics]
-                left = [row for row in left if row.message.topic not in self._paused_topics]
-            left = self._behind(left, unsent, failed)
+                paused = self._paused_topics
+                unsent += [row for row in remaining if row.message.topic in paused]
+                remaining = [row for row in remaining if row.message.topic not in paused]
+            remaining = self._behind(remaining, unsent, failed)
         points.at("relay:published")
         self._record(confirmed, failed, unsent, token, started)
         points.at("relay:marked")
@@ -355,16 +359,16 @@ class Relay:
 
     @staticmethod
     def _behind(
-        left: list[Staged], unsent: list[Staged], failed: Sequence[tuple[Staged, Exception]]
+        rows: list[Staged], unsent: list[Staged], failed: Sequence[tuple[Staged, Exception]]
     ) -> list[Staged]:
         """Move rows behind one of their key that was not sent to `unsent`; returns the others."""
         first: dict[tuple[str, str | None], int] = {}
         for row in (*unsent, *(row for row, _ in failed)):
             if row.message.key is not None:
                 first[_key(row)] = min(row.number, first.get(_key(row), row.number))
-        behind = {row.id for row in left if first.get(_key(row), row.number) < row.number}
-        unsent += [row for row in left if row.id in behind]
-        return [row for row in left if row.id not in behind]
+        behind = {row.id for row in rows if first.get(_key(row), row.number) < row.number}
+        unsent += [row for row in rows if row.id in behind]
+        return [row for row in rows if row.id not in behind]
 
     def _marked(self, statements: list[Statement]) -> list[int]:
         """Record what became of rows, together or, where one statement fails unexpectedly, each by itself.
@@ -372,7 +376,7 @@ class Relay:
         Returns: how many rows each has changed; 0 for what could not be recorded.
         """
         try:
-            results = self._patiently(lambda db: db.together(tuple(statements)))
+            results = self._with_retries(lambda db: db.together(tuple(statements)))
         except Exception as error:  # noqa: BLE001  # see contain
             self._app.protocol.contain(Boundary.RELAY, error)
             if len(statements) == 1:
@@ -486,11 +490,11 @@ class Relay:
         for topic in answered.intersection(self._paused_topics).difference(refusals):
             paused_s = now - self._paused_topics.pop(topic).since
             self._app.events.emit(RelayResumed(publisher=self.name, topic=topic, paused_s=paused_s))
-            # the next look must not begin behind its rows
+            # the next lease must not begin behind its rows
             self._store = self._new_store()
         for topic, refusal in refusals.items():
             if topic not in self._paused_topics and len(self._paused_topics) >= _PAUSED_TOPICS:
-                # so many are not left out singly
+                # so many do not pause singly
                 self._broker_away(refusal)
                 return False
             pause = self._paused_topics.setdefault(topic, TopicPause())
@@ -581,7 +585,7 @@ class Relay:
             reached.update(delivery.consumers)
             return count
 
-        count = self._patiently(delivered)
+        count = self._with_retries(delivered)
         if count is not None:
             self._works()
         for consumer in reached if count else ():
@@ -589,7 +593,7 @@ class Relay:
         self._report_sent(count or 0, started)
         return count is not None
 
-    def _patiently(self, operation: Callable[[Session], Awaitable[T]]) -> T | None:
+    def _with_retries(self, operation: Callable[[Session], Awaitable[T]]) -> T | None:
         """Run an operation; None on a stop, or if the database stays away longer than the lease.
 
         What was published but not marked is then sent again, and its id makes it a duplicate.
@@ -634,7 +638,7 @@ class LocalDelivery:
         ids = [row.id for row in rows]
         marked = await db.execute(self._outbox.sent(ids, token=self._token, keep=self._keep))
         if marked.count != len(ids):
-            # another relay has taken some over, so what this one wrote must go
+            # another relay has some of them by now, so what this one wrote must go
             await db.rollback()
             return 0
         await db.commit()
@@ -743,11 +747,11 @@ class Relays:
 
     def troubles(self) -> tuple[Trouble, ...]:
         """Why nothing is sent on a route, or of a topic."""
-        return tuple(trouble for found in self.by_route().values() for trouble in found)
+        return tuple(trouble for troubles in self.by_route().values() for trouble in troubles)
 
-    def left(self) -> bool:
+    def has_rows(self) -> bool:
         """Whether staged messages that these relays take are due or leased."""
-        return any(relay.left() for relay in self._relays)
+        return any(relay.has_rows() for relay in self._relays)
 
     def join(self, timeout_s: float) -> list[str]:
         """Wait for the threads to end; by then, what they had leased is marked or given back.
@@ -774,16 +778,16 @@ class Relays:
 def _wave(rows: Sequence[Staged]) -> tuple[list[Staged], list[Staged]]:
     """Return the first row of each key and the rows without a key, up to `_WAVE`; and the rest."""
     wave: list[Staged] = []
-    left: list[Staged] = []
+    rest: list[Staged] = []
     keys: set[tuple[str, str | None]] = set()
     for row in rows:
         key = _key(row)
         if len(wave) == _WAVE or (row.message.key is not None and key in keys):
-            left.append(row)
+            rest.append(row)
             continue
         keys.add(key)
         wave.append(row)
-    return wave, left
+    return wave, rest
 
 
 def _key(row: Staged) -> tuple[str, str | None]:

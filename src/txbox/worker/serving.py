@@ -51,7 +51,7 @@ class Routes:
         await application(scope, receive, send)
 
     async def ended(self) -> None:
-        """Wait for what webhooks still do that were told to come again."""
+        """Wait for what webhooks still do after they answered that the sender should retry."""
         for application in self.applications.values():
             if isinstance(application, Webhook):
                 await application.ended()
@@ -78,7 +78,7 @@ def _pages(**contents: Callable[[], Awaitable[Page]]) -> Routes:
 
 def _page(content: Callable[[], Awaitable[Page]]) -> Application:
     async def application(scope: Scope, _: Receive, send: Send) -> None:
-        # a probe comes alone: what stays open would only be in the way of others
+        # close: probes do not reuse connections
         headers = [(b"cache-control", b"no-store"), (b"connection", b"close")]
         if scope["method"] not in ("GET", "HEAD"):
             await answer(send, 405, "GET or HEAD", [(b"allow", b"GET, HEAD"), *headers])
@@ -99,7 +99,7 @@ def _exposition(families: Iterable[Metric]) -> Page:
 
 
 class _Collected:
-    """In place of a registry: what an application has in its own is none of ours."""
+    """Not the default registry, which has the application's metrics."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -194,7 +194,7 @@ def probes_of(children: Sequence[Child]) -> Routes:
 
     async def state(name: str, path: str, silent: Callable[[Child], str]) -> Page:
         why: list[str] = []
-        for child, body in await _asked(children, path):
+        for child, body in await _ask_all(children, path):
             because = [silent(child)] if body is None else json.loads(body)["because"]
             why += [f"process {child.number}: {reason}" for reason in because if reason]
         return _state(name, why)
@@ -202,7 +202,7 @@ def probes_of(children: Sequence[Child]) -> Routes:
     async def metrics() -> Page:
         # not prometheus_client's multiprocess mode: docs/decisions/0030-metrics-of-several-processes.md
         families: dict[str, Metric] = {}
-        for child, body in await _asked(children, "/metrics"):
+        for child, body in await _ask_all(children, "/metrics"):
             for family in text_string_to_metric_families(body or ""):
                 samples = [
                     sample._replace(labels=sample.labels | {"process": str(child.number)})
@@ -218,7 +218,7 @@ def probes_of(children: Sequence[Child]) -> Routes:
     return _pages(livez=livez, readyz=readyz, metrics=metrics)
 
 
-async def _asked(children: Sequence[Child], path: str) -> list[tuple[Child, str | None]]:
+async def _ask_all(children: Sequence[Child], path: str) -> list[tuple[Child, str | None]]:
     answers = await asyncio.gather(*(_ask(child, path) for child in children))
     return list(zip(children, answers, strict=True))
 
@@ -251,7 +251,7 @@ async def _ask(child: Child, path: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What clients may hold of a server.
+    """What clients may use of a server.
 
     Args:
         head_s: bound on sending the head of a request, also the next one of a connection that is kept alive.

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 # -- the end of a process -----------------------------------------------------------------------
 
-# a standard error that nobody reads must not hold the end up
+# do not block on a full stderr pipe
 _SAY_S = 0.2
 
 
 def last_s(grace_s: float) -> float:
-    """The end of a grace, in seconds, that is left to the end of the process itself."""
+    """The last part of a grace, in seconds, in which the process itself ends."""
     return min(1.0, grace_s / 6)
 
 
@@ -46,7 +46,7 @@ def last_s(grace_s: float) -> float:
 def draining_on_signals(
     drain: Callable[[], None], grace_s: float, awaited: Callable[[], Sequence[str]] = tuple
 ) -> Generator[None]:
-    """Handle both signals until the block is left; for the main thread.
+    """Handle both signals inside the block; for the main thread.
 
     Args:
         drain: called inside of a signal handler, between any two instructions of the main thread.
@@ -54,7 +54,7 @@ def draining_on_signals(
         awaited: what has not ended by then, as the log says it.
     """
     received = 0
-    # of the monotonic clock; None when the block is left. SimpleQueue.put may interrupt itself
+    # of the monotonic clock; None at the end of the block. SimpleQueue.put may interrupt itself
     ends: SimpleQueue[float | None] = SimpleQueue()
 
     def handle(_number: int, _frame: FrameType | None) -> None:
@@ -119,7 +119,7 @@ def _cut_off(sentence: str) -> None:
 
 
 class Stop:
-    """A wish to stop, that a signal handler of the thread that waits for it may set."""
+    """A stop flag that is safe to set from a signal handler."""
 
     def __init__(self) -> None:
         self._said: SimpleQueue[None] = SimpleQueue()
@@ -205,9 +205,9 @@ def supervise(
 
 def tell_parent() -> None:
     """Say, in a child, that it consumes; nothing in any other process."""
-    if told := os.environ.pop(_CONSUMES_FD, None):
-        os.write(int(told), b"1")
-        os.close(int(told))
+    if fd := os.environ.pop(_CONSUMES_FD, None):
+        os.write(int(fd), b"1")
+        os.close(int(fd))
 
 
 class _Supervisor:
@@ -239,8 +239,8 @@ class _Supervisor:
     def run(self) -> int:
         # nothing is ever written: children see the end of this pipe when the parent dies
         self._read_fd, write_fd = os.pipe()
-        self._told_fd, self._tell_fd = os.pipe()
-        os.set_blocking(self._told_fd, False)
+        self._consumes_read_fd, self._consumes_write_fd = os.pipe()
+        os.set_blocking(self._consumes_read_fd, False)
         before = {
             signum: signal.signal(signum, self._on_signal)
             for signum in (signal.SIGTERM, signal.SIGINT)
@@ -260,7 +260,7 @@ class _Supervisor:
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
-            for fd in (self._read_fd, write_fd, self._told_fd, self._tell_fd):
+            for fd in (self._read_fd, write_fd, self._consumes_read_fd, self._consumes_write_fd):
                 os.close(fd)
             if self._server is not None:
                 self._server.close()
@@ -307,13 +307,13 @@ class _Supervisor:
         """Whether any child has ever consumed."""
         if not self._has_consumed:
             with suppress(BlockingIOError):
-                self._has_consumed = bool(os.read(self._told_fd, 1))
+                self._has_consumed = bool(os.read(self._consumes_read_fd, 1))
         return self._has_consumed
 
     def _start(self, child: Child) -> None:
         child.started_at = time.monotonic()
         # a session of its own: Ctrl-C reaches the parent, which forwards it once, not twice
-        passed = {PARENT_FD: self._read_fd, _CONSUMES_FD: self._tell_fd}
+        passed = {PARENT_FD: self._read_fd, _CONSUMES_FD: self._consumes_write_fd}
         if self._http is not None:
             passed[HTTP_FD] = self._http.fileno()
         if child.health is not None:

@@ -52,24 +52,24 @@ def take_together(app: App, rows: deque[Row], index: int = 0) -> list[Row]:
     """Take a row out, and those right behind it that may share its transaction."""
     row = rows[index]
     del rows[index]
-    taken = [row]
+    together = [row]
     if row.alone:
-        return taken
+        return together
     messages_max = app.protocol.batch_sizes.of(row.handler).messages
-    bytes_left = app.batching.payload_bytes - _size_bytes(row)
-    while len(taken) < messages_max and index < len(rows):
+    bytes_remaining = app.batching.payload_bytes - _size_bytes(row)
+    while len(together) < messages_max and index < len(rows):
         following = rows[index]
-        bytes_left -= _size_bytes(following)
+        bytes_remaining -= _size_bytes(following)
         if (
             following.handler is not row.handler
             or following.token != row.token
             or following.suspect
-            or bytes_left < 0
+            or bytes_remaining < 0
         ):
             break
         del rows[index]
-        taken.append(following)
-    return taken
+        together.append(following)
+    return together
 
 
 def _size_bytes(row: Row) -> int:
@@ -94,7 +94,7 @@ class Table:
         self._stop = run.stopping.is_set
         self._lock = threading.Lock()
         self._rows: deque[Row] = deque()
-        self._held: dict[str, set[str]] = {}
+        self._leases: dict[str, set[str]] = {}
         self._leasing = False
         self._due = False
         # while a transaction with rows for this consumer may be open
@@ -107,7 +107,7 @@ class Table:
         self._handlers = app.handlers.consumers().get(consumer, [])
 
     async def next(self, db: Session, is_async: bool, lane: int) -> list[Row]:
-        """Return rows that may share a transaction; leases more when none is here and it is time to look."""
+        """Return rows that may share a transaction; leases more when none is here and some may be due."""
         if self.paused:
             return []
         rows = self._pop(is_async, lane)
@@ -153,14 +153,14 @@ class Table:
             await self._refuse(db, [leased], token)
             return None
         next_row = Row(handlers[0], leased, token, False)
-        self.hold([next_row])
+        self.keep([next_row])
         return next_row
 
     @property
     def leased(self) -> int:
-        """Rows whose lease is held here."""
+        """Rows that this process has leased."""
         with self._lock:
-            return sum(len(ids) for ids in self._held.values())
+            return sum(len(ids) for ids in self._leases.values())
 
     @property
     def paused(self) -> bool:
@@ -201,7 +201,7 @@ class Table:
 
     @contextmanager
     def running(self, rows: Sequence[Row]) -> Generator[None]:
-        """Hold the leases of rows while they run; they end with it."""
+        """Keep the leases of rows while they run; they end with it."""
         try:
             yield
         finally:
@@ -210,11 +210,11 @@ class Table:
                 if row.suspect:
                     self._suspects.release()
 
-    def hold(self, rows: Iterable[Row]) -> None:
+    def keep(self, rows: Iterable[Row]) -> None:
         """Keep the leases of rows that a lane has leased itself, until each has run."""
         with self._lock:
             for row in rows:
-                self._held.setdefault(row.token, set()).add(row.message_id)
+                self._leases.setdefault(row.token, set()).add(row.message_id)
 
     def put_back(self, rows: Iterable[Row]) -> None:
         """Take rows over that their lane does not run any more: `give_back` releases them."""
@@ -222,10 +222,10 @@ class Table:
             self._rows.extend(rows)
 
     async def heartbeat(self, db: Session) -> None:
-        """Extend every lease held here."""
+        """Extend every lease of this process."""
         with self._lock:
-            held = [(token, sorted(ids)) for token, ids in self._held.items()]
-        for token, ids in held:
+            tokens = [(token, sorted(ids)) for token, ids in self._leases.items()]
+        for token, ids in tokens:
             await leases.heartbeat(
                 db, self._app.store, self.consumer, ids, token=token, lease=self._app.lease
             )
@@ -245,7 +245,7 @@ class Table:
                     db, self._app.store, self.consumer, ids, token=token, delay_s=0.0
                 )
             except BaseException:
-                # their leases are held on, and they are released the next time
+                # their leases are kept, and they are released the next time
                 self.put_back(rows)
                 raise
             with self.running(rows):
@@ -273,7 +273,7 @@ class Table:
         limit = self._limit()
         count = await self._leased(db, limit, suspect=False)
         now = time.monotonic()
-        # with much to do, those that may kill the process are looked for now and then only
+        # with much to do, those that may kill the process are leased now and then only
         if (count < limit or now >= self._suspects_at) and self._suspects.acquire(blocking=False):
             self._suspects_at = now + _SUSPECTS_S
             # released when its run has ended; at once when there is none
@@ -306,7 +306,7 @@ class Table:
             self._agenda.look(self.look, expects.next_s())
 
     def _not_leased(self, db: Session, error: Exception) -> None:
-        """Rows are left where they are: what was leased without an answer is rescued."""
+        """Nothing is lost: what was leased without an answer is rescued."""
         self._app.protocol.contain(
             Boundary.LEASE, error, consumer=self.consumer, retry_in_s=self._backoff.pause_s
         )
@@ -351,7 +351,7 @@ class Table:
                 rows.append(Row(handlers[0], leased, token, suspect))
             else:
                 unmatched.append(leased)
-        self.hold(rows)
+        self.keep(rows)
         self.put_back(rows)
         if unmatched:
             await self._refuse(db, unmatched, token)
@@ -382,8 +382,8 @@ class Table:
     def _forget(self, rows: Iterable[Row]) -> None:
         with self._lock:
             for row in rows:
-                ids = self._held.get(row.token)
+                ids = self._leases.get(row.token)
                 if ids is not None:
                     ids.discard(row.message_id)
                     if not ids:
-                        del self._held[row.token]
+                        del self._leases[row.token]

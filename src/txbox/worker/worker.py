@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-# the main thread comes round this often
+# interval of the main loop
 _TICK_S = 0.1
 _LOOK_AT_PARENT_S = 1.0
-# the end of a grace that handlers do not have: sources, relays and the database are left in it, 3 s or a third
+# reserved at the end of the grace for closing sources, relays and the database: 3 s, or a third
 _CLOSE_S = 3.0
-# a source or relay whose broker hangs gets this long of a grace, or half of what is left of it
+# a source or relay whose broker hangs gets this much of the grace, or half of the rest
 _HUNG_S = 5.0
-# something is broken: what still runs may end, but nobody waits for it as long as in a drain
+# after a crash, running work gets this long to finish
 _AFTER_CRASH_S = 10.0
 
 #: What a worker does, by its command: everything, or only one part of it.
@@ -81,9 +81,9 @@ class Worker:
         grace: from the first signal, or `stop`, to the end. What has not drained by then is cut off, with
             status 1.
         consumptions: instead of those of the app.
-        health: what is told how the worker is; the caller serves it.
+        health: updated by the worker, served by the caller.
         webhooks: serves those of the app, from the start of consumption to the drain.
-        name: of the app, for those who look at the workers.
+        name: of the app, for `txbox workers`.
         loop: runs the async handlers, and goes on after the end; by default the worker has one of its own. `run`
             must be called in another thread.
 
@@ -138,9 +138,9 @@ class Worker:
         self._crash: BaseException | None = None
         #: What made `run` return 1 or 2.
         self.failure: BaseException | None = None
-        #: Something had not ended within the grace: threads of it may be left.
+        #: Something had not ended within the grace: its threads may still run.
         self.cut_off = False
-        #: When the grace is over, of the monotonic clock; None while nothing has asked for the end.
+        #: When the grace ends, by the monotonic clock; None before the first request to end.
         self.ends_at: float | None = None
         self._silent = [f"the database {app.database.name} did not answer"]
         # what the main thread waits for, as it is said when the grace ends before that
@@ -168,12 +168,12 @@ class Worker:
             finally:
                 # first: closing may raise what the database says
                 self._app.handlers.workers -= 1
-                left = self._shut_down()
+                unfinished = self._shut_down()
         if self._consuming and self._runs_handlers:
-            self._app.events.emit(WorkerStopped(clean=not left and self._crash is None))
+            self._app.events.emit(WorkerStopped(clean=not unfinished and self._crash is None))
         self.failure = self._crash
-        self.cut_off = bool(left)
-        return self._status(left)
+        self.cut_off = bool(unfinished)
+        return self._status(unfinished)
 
     def stop(self) -> None:
         """Drain: receive nothing more, finish what runs, give the rest back. From any thread."""
@@ -248,8 +248,8 @@ class Worker:
 
     def _stopped_within(self, wait_s: float) -> bool:
         until = time.monotonic() + wait_s
-        while not self._stopping.is_set() and (left_s := until - time.monotonic()) > 0:
-            self._handle_reports(min(left_s, _TICK_S))
+        while not self._stopping.is_set() and (remaining_s := until - time.monotonic()) > 0:
+            self._handle_reports(min(remaining_s, _TICK_S))
         return self._stopping.is_set()
 
     def _open_sources(self, names: Sequence[str], topics: Sequence[Sequence[str]]) -> None:
@@ -332,12 +332,12 @@ class Worker:
             refusals = [pump.refusal for pump in self._pumps if pump.refusal is not None]
             if self._once and refusals:
                 raise ConfigurationError(refusals[0])
-            # what is paused is left, or this would never end
+            # paused sources do not count, or this would never end
             runs = any(
-                runs and not (pump.held and not pump.in_flight)
+                runs and not (pump.all_paused and not pump.in_flight)
                 for pump, runs in self._pumps.items()
             )
-            if self._once and not runs and not self._work_left():
+            if self._once and not runs and not self._work_remains():
                 return
 
     def _handle_reports(self, wait_s: float) -> None:
@@ -351,15 +351,15 @@ class Worker:
         except Empty:
             pass
 
-    def _work_left(self) -> bool:
+    def _work_remains(self) -> bool:
         """Whether rows of the outbox or of these consumers are due or leased."""
         begun = self._lanes.begun
         if self._lanes.busy:
             return True
         try:
             with self._health.asking_the_database():
-                # the outbox first: what it holds may be rows of these tables a moment later
-                left = (self._relays is not None and self._relays.left()) or any(
+                # the outbox first: its rows may be rows of these tables a moment later
+                remains = (self._relays is not None and self._relays.has_rows()) or any(
                     self._driver.perform(
                         leases.work_left,
                         self._app.store.dialect,
@@ -369,12 +369,12 @@ class Worker:
                     for consumer, table in self._lanes.tables.items()
                     if not table.paused
                 )
-                # a handler that ran meanwhile may have staged a message behind the look at the outbox
-                return left or self._lanes.begun != begun
+                # a handler that ran meanwhile may have staged a message after the outbox was read
+                return remains or self._lanes.begun != begun
         except StoreError as error:
             if error.fault not in CURABLE:
                 raise
-            # away: whatever is left there, this is no time to say that nothing is
+            # the database is down, so assume that work remains
             return True
 
     def _drain(self) -> None:
@@ -390,31 +390,31 @@ class Worker:
         if self.ends_at is None:
             self.ends_at = time.monotonic() + within_s
 
-    def _left_s(self, before_end_s: float) -> float:
-        """Seconds left of the grace, less `before_end_s`."""
+    def _remaining_s(self, before_end_s: float) -> float:
+        """Seconds to the end of the grace, less `before_end_s`."""
         assert self.ends_at is not None
         return max(0.0, self.ends_at - before_end_s - time.monotonic())
 
     def _shut_down(self) -> list[str]:
         """Let lanes finish, settle, give rows back, close; returns what had not ended in time."""
         self._drain()
-        left: list[str] = []
+        unfinished: list[str] = []
         close_s, last = min(_CLOSE_S, self._grace_s / 3), last_s(self._grace_s)
         if not self._wait_until(lambda: not (self._lanes.busy or self._serving), close_s):
             if busy := self._lanes.busy:
-                left.append(f"{counted(busy, 'handler')} still at work")
-            left += ["the webhooks were still answering"] if self._serving else []
+                unfinished.append(f"{counted(busy, 'handler')} still at work")
+            unfinished += ["the webhooks were still answering"] if self._serving else []
         for pump in self._pumps:
             pump.finish()
         # a process that only sends gives its relays what another gives its handlers
         hung_s = (
-            self._left_s(close_s)
+            self._remaining_s(close_s)
             if self._kind == "relay"
-            else min(_HUNG_S, self._left_s(last) / 2)
+            else min(_HUNG_S, self._remaining_s(last) / 2)
         )
         hung_at = time.monotonic() + hung_s
-        self._wait_until(lambda: not any(self._pumps.values()), self._left_s(0.0) - hung_s)
-        left += [
+        self._wait_until(lambda: not any(self._pumps.values()), self._remaining_s(0.0) - hung_s)
+        unfinished += [
             f"the source {pump.name} did not close within {hung_s:.2g} s"
             for pump, runs in self._pumps.items()
             if runs
@@ -424,35 +424,36 @@ class Worker:
         self._health.closing()
         if self._relays is not None:
             relays_s = max(hung_at - time.monotonic(), 0.0)
-            left += [
+            unfinished += [
                 f"the relay to {name} did not end within {hung_s:.2g} s"
                 for name in self._relays.join(relays_s)
             ]
         # should the watch of supervisor.py be first, it says the same
-        self._awaited = [*left, *self._silent]
-        answered = self._background.join(self._left_s(last))
+        self._awaited = [*unfinished, *self._silent]
+        answered = self._background.join(self._remaining_s(last))
         if self._poll is not None:
-            self._poll.join(self._left_s(last))
+            self._poll.join(self._remaining_s(last))
             answered = answered and not self._poll.is_alive()
         if self._pulse is not None:
-            self._pulse.end(self._left_s(last))
-        return left if self._close(last, clean=not left) and answered else left + self._silent
+            self._pulse.end(self._remaining_s(last))
+        closed = self._close(last, clean=not unfinished) and answered
+        return unfinished if closed else unfinished + self._silent
 
     def _wait_until(self, done: Callable[[], bool], before_end_s: float) -> bool:
-        """Handle reports until it is done; returns False when only `before_end_s` of the grace is left."""
+        """Handle reports until it is done; returns False when only `before_end_s` of the grace remains."""
         self._handle_reports(0.0)
         while not done():
-            left_s = self._left_s(before_end_s)
-            if not left_s:
+            remaining_s = self._remaining_s(before_end_s)
+            if not remaining_s:
                 return False
-            self._handle_reports(min(_TICK_S, left_s))
+            self._handle_reports(min(_TICK_S, remaining_s))
         return True
 
     def _close(self, before_end_s: float, *, clean: bool) -> bool:
         """Give leased rows back and close; returns whether the database let it. Never waits for one that hangs."""
         ended: list[BaseException | None] = []
         closing = thread("txbox-close", lambda: self._give_back(clean), ended.append)
-        closing.join(max(self._left_s(before_end_s), self._left_s(0.0) / 4))
+        closing.join(max(self._remaining_s(before_end_s), self._remaining_s(0.0) / 4))
         if ended and ended[0] is not None:
             raise ended[0]
         return bool(ended)
@@ -467,24 +468,24 @@ class Worker:
                 error,
             )
         try:
-            self._driver.close(self._left_s(0.0), clean=clean)
+            self._driver.close(self._remaining_s(0.0), clean=clean)
         except (StoreError, TimeoutError) as error:
             _log.warning("Connections did not close cleanly: %s", error)
 
-    def _status(self, left: Sequence[str]) -> int:
+    def _status(self, unfinished: Sequence[str]) -> int:
         """Say how it ended: in the log, and as the exit status."""
         if self._crash is None:
-            if left:
-                over = not self._left_s(last_s(self._grace_s))
+            if unfinished:
+                over = not self._remaining_s(last_s(self._grace_s))
                 _log.error(
                     "%s %s. %s",
                     f"The grace period of {self._grace_s:g} s ended with"
                     if over
                     else "The drain was cut off:",
-                    ", ".join(left),
+                    ", ".join(unfinished),
                     _AFTERWARDS[self._kind],
                 )
-            return 1 if left else 0
+            return 1 if unfinished else 0
         if isinstance(self._crash, (ConfigurationError, SchemaError)) or (
             isinstance(self._crash, StoreError) and not self._consuming
         ):
@@ -506,7 +507,7 @@ class Worker:
         self._reports.put(self._drain)
 
     def _failed(self, error: BaseException | None) -> None:
-        """The first error ends the worker; those that follow from it are not told."""
+        """The first error ends the worker; those that follow from it are dropped."""
         if error is not None and self._crash is None:
             self._crash = error
             self._health.failed(error)
@@ -532,8 +533,8 @@ class Worker:
         self._reports.put(lambda: self._failed(error))
 
 
-def _refuse(found: Iterable[conflicts.Conflict]) -> None:
-    for conflict in found:
+def _refuse(all_conflicts: Iterable[conflicts.Conflict]) -> None:
+    for conflict in all_conflicts:
         raise ConfigurationError(conflict.sentence)
 
 
@@ -567,7 +568,7 @@ class Background:
                 thread("txbox-maintenance", lambda: self._maintain(tells=alone), self._ended)
             )
         tell_parent()
-        # taken out: the descriptor is not for processes that a handler starts
+        # removed so that a handler's subprocesses do not inherit it
         if parent := os.environ.pop(PARENT_FD, None):
             thread("txbox-parent", lambda: self._watch(int(parent), orphaned), self._ended)
 
