@@ -18,14 +18,13 @@ from tests.support.brokers.kafka import Nothing, committed, new_topic, produce
 from tests.support.databases import Raw
 from tests.support.shop import AT_ONCE, CONSUMER, add_effect, create_effects
 from tests.support.waiting import DEADLINE_S, eventually
-from tests.support.workers import running, worker
+from tests.support.workers import run_of, running, worker
 from txbox import App, Message
 from txbox.brokers.base import Anchor, Delivery
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.kafka import partitions as kafka_partitions
 from txbox.brokers.kafka import source as kafka_source
 from txbox.errors import ConfigurationError, Fault, StoreError
-from txbox.worker.driving import Driver
 from txbox.worker.pump import StoredAnchors
 
 pytestmark = pytest.mark.brokers
@@ -281,7 +280,7 @@ def test_partitions_that_move_keep_their_anchors(
 def test_two_writers_never_move_an_anchor_back(database_url: str) -> None:
     names = [f"kafka:shop:{number}" for number in range(3)]
     apps = [App(database_url) for _ in range(2)]
-    stores = [StoredAnchors(app, Driver(app)) for app in apps]
+    stores = [StoredAnchors(run_of(app)) for app in apps]
     start = stores[0].read(names)[names[0]]
     assert start.position is None
     seen: list[list[int]] = [[], []]
@@ -316,7 +315,7 @@ def test_two_writers_never_move_an_anchor_back(database_url: str) -> None:
 
 def test_nothing_is_anchored_in_a_database_that_has_lost_something(database_url: str) -> None:
     with App(database_url) as app:
-        anchors = StoredAnchors(app, Driver(app))
+        anchors = StoredAnchors(run_of(app))
         history = anchors.read(["p"])["p"].history
         anchors.advance({"p": (50, Anchor(None, history))})
         for known in (Anchor(100, history), Anchor(50, "another server")):
@@ -330,7 +329,7 @@ def test_a_postgresql_that_was_copied_has_another_history(
 ) -> None:
     def history() -> str:
         with App(postgresql_url) as app:
-            return StoredAnchors(app, Driver(app)).read(["p"])["p"].history
+            return StoredAnchors(run_of(app)).read(["p"])["p"].history
 
     before = history()
     assert history() == before

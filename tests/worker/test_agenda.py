@@ -13,7 +13,7 @@ from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App
 from txbox.events import ErrorContained, Event
 from txbox.worker import agenda as module
-from txbox.worker.agenda import Agenda
+from txbox.worker.agenda import Agenda, Run
 from txbox.worker.driving import Driver
 
 
@@ -43,16 +43,16 @@ class Database:
 
 @contextmanager
 def at_work(app: App, part: Part, *answer: tuple[str, float]) -> Iterator[Agenda]:
-    stopped = threading.Event()
-    agenda = Agenda(app, stopped)
+    run = Run(app, lambda _error: None)
+    agenda = run.agenda
+    agenda._driver = cast("Driver", Database(*answer))
     agenda.parts["billing"] = part
-    driver = cast("Driver", Database(*answer))
-    thread = threading.Thread(target=agenda.run, args=(driver,), daemon=True)
+    thread = threading.Thread(target=agenda.run, daemon=True)
     thread.start()
     try:
         yield agenda
     finally:
-        stopped.set()
+        run.stopping.set()
         agenda.end()
         thread.join(DEADLINE_S)
         assert not thread.is_alive()

@@ -43,14 +43,12 @@ class Agenda:
 
     One query asks for all consumers and the outbox what is due, and when the next row is. It is sent often after
     `poll_soon`, and then less and less often: at least every 2.5 s, or as `RelayPolicy.poll` says.
-
-    Args:
-        stopping: set when nothing more is to be started.
     """
 
-    def __init__(self, app: App, stopping: threading.Event) -> None:
-        self._app = app
-        self._stop = stopping.is_set
+    def __init__(self, run: Run) -> None:
+        self._app = run.app
+        self._driver = run.driver
+        self._stop = run.stopping.is_set
         #: By consumer; OUTBOX for the relays. Complete before `run`.
         self.parts: dict[str, Part] = {}
         self._changed = threading.Condition()
@@ -108,7 +106,7 @@ class Agenda:
 
     # -- the thread ---------------------------------------------------------------------------
 
-    def run(self, driver: Driver) -> None:
+    def run(self) -> None:
         """Call parts and poll, until stopped."""
         relaying = OUTBOX in self.parts
         if relaying:
@@ -126,7 +124,7 @@ class Agenda:
                 for call in self._next():
                     self._do(call)
                 if time.monotonic() >= self._poll_at and not self._stop():
-                    self._poll(driver, consumers, names, local)
+                    self._poll(consumers, names, local)
             except Exception as error:  # noqa: BLE001  # see contain
                 retry_in_s = max(0.0, self._poll_at - time.monotonic())
                 self._app.protocol.contain(Boundary.POLL, error, retry_in_s=retry_in_s)
@@ -160,9 +158,7 @@ class Agenda:
                 del self._at[call]
             return calls
 
-    def _poll(
-        self, driver: Driver, consumers: list[str], routes: list[str], local: str | None
-    ) -> None:
+    def _poll(self, consumers: list[str], routes: list[str], local: str | None) -> None:
         with self._changed:
             pause_s = self._backoff.next_s()
             # before the answer comes: `poll_soon` may be called meanwhile
@@ -170,7 +166,7 @@ class Agenda:
             self._poll_at = self._polled_at + pause_s
         app = self._app
         try:
-            answer = driver.perform(
+            answer = self._driver.perform(
                 app.protocol.persistently,
                 lambda db: leases.due(
                     db,
@@ -187,7 +183,7 @@ class Agenda:
                 return
             if error.fault is Fault.SCHEMA:
                 # raises with the command to run, if that is it
-                driver.perform(app.protocol.check_schema)
+                self._driver.perform(app.protocol.check_schema)
             raise
         self._plan(answer)
 
@@ -209,12 +205,14 @@ class Run:
     """What all parts of a worker share, from its start to its end.
 
     Args:
-        ended: called by each thread with what ended it; None for a normal end. It may be called inside of a signal
-            handler.
+        ended: called by each thread with what ended it; None for a normal end.
         loop: see `Driver`.
 
     Attributes:
         stopping: set when nothing more is to be started.
+        worked: set once a source has been received from. What a broker refuses from then on is waited for, as somebody
+            may be repairing it; until then it ends the worker.
+        suspects: of the rows that may kill the process, it runs one at a time.
     """
 
     def __init__(
@@ -226,5 +224,6 @@ class Run:
         self.app = app
         self.ended = ended
         self.driver = Driver(app, loop)
-        self.stopping = threading.Event()
-        self.agenda = Agenda(app, self.stopping)
+        self.stopping, self.worked = threading.Event(), threading.Event()
+        self.suspects = threading.Lock()
+        self.agenda = Agenda(self)

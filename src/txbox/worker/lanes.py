@@ -254,7 +254,6 @@ class Lanes:
 
     def make(self) -> None:
         """Make lanes for the handlers registered so far."""
-        suspects = threading.Lock()
         wanted = [
             handler.options.concurrency
             for handler in self._app.handlers
@@ -266,7 +265,7 @@ class Lanes:
         threads = (Threads(self, count), Threads(self, _THREADS_OUTSIDE))
         on_loop = OnLoop(self)
         for consumer, handlers in self._app.handlers.consumers().items():
-            self.tables[consumer] = table = Table(self._run, consumer, suspects)
+            self.tables[consumer] = table = Table(self._run, consumer)
             self._run.agenda.parts[consumer] = table
             for is_async in sorted({handler.is_async for handler in handlers}):
                 alike = [handler for handler in handlers if handler.is_async == is_async]

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from txbox import session
-from txbox.app import App
 from txbox.boundaries import Boundary, ends_worker
 from txbox.boundaries import log as _log
 from txbox.brokers.base import Anchor, Delivery, Source
@@ -41,7 +40,7 @@ from txbox.store import jobs
 from txbox.store.activity import Trouble
 from txbox.store.jobs import JobLease, Saved
 from txbox.worker.agenda import Run
-from txbox.worker.driving import Driver, trouble_of
+from txbox.worker.driving import trouble_of
 from txbox.worker.lane import Lane
 from txbox.worker.lanes import Lanes
 
@@ -68,8 +67,6 @@ class Pump:
     Args:
         name: of the source in events and gauges.
         topics: those that the source is to deliver.
-        worked: set once a source of this worker has been received from. What a broker refuses from then on is waited
-            for, as somebody may be repairing it; until then it ends the worker.
 
     Unsettled deliveries are bounded: three batches for each lane (one commits, one is claimed behind it, one waits),
     about a thousand at most. Their bytes are bounded by twice `Batching.payload_bytes`, plus at most what one `receive`
@@ -87,12 +84,11 @@ class Pump:
         *,
         name: str,
         topics: Sequence[str],
-        worked: threading.Event,
     ) -> None:
         app = run.app
         self.source = source
         self.name = name
-        self._worked = worked
+        self._worked = run.worked
         self._run_of = run
         self._app = app
         self._driver = run.driver
@@ -638,13 +634,12 @@ class StoredProgress:
     """The lease and the state of one source, and the anchors of its partitions."""
 
     def __init__(self, run: Run, name: str) -> None:
-        app, driver = run.app, run.driver
-        self._driver = driver
+        self._driver = run.driver
         self._name = name
-        self._lease = JobLease(app.store.dialect, name, secrets.token_hex(16), _LEASE_S)
+        self._lease = JobLease(run.app.store.dialect, name, secrets.token_hex(16), _LEASE_S)
         # as it was read, or saved, last
         self._saved: Saved | None = None
-        self.anchors = StoredAnchors(app, driver)
+        self.anchors = StoredAnchors(run)
 
     @property
     def lease_s(self) -> float:
@@ -683,9 +678,9 @@ class StoredProgress:
 class StoredAnchors:
     """Positions that any process may advance; no lease, for each is a fact."""
 
-    def __init__(self, app: App, driver: Driver) -> None:
-        self._dialect = app.store.dialect
-        self._driver = driver
+    def __init__(self, run: Run) -> None:
+        self._dialect = run.app.store.dialect
+        self._driver = run.driver
 
     def read(self, names: Sequence[str]) -> Mapping[str, Anchor]:
         stored = [_stored_name(name) for name in names]

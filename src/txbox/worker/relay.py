@@ -157,7 +157,8 @@ class Relay:
         Args:
             staged: something may come with a transaction that has not ended yet, so look again soon.
         """
-        self._staged = self._staged or staged
+        if staged:
+            self._staged = True
         self._woken.set()
 
     def close(self) -> None:
@@ -576,11 +577,10 @@ class Relay:
 
     def _delivered_together(self, rows: Sequence[Staged], token: str) -> bool:
         started = time.monotonic()
-        keep = bool(self._policy.keep_sent)
         reached: set[str] = set()
 
         async def delivered(db: Session) -> int:
-            delivery = LocalDelivery(self._app, self._store, token, keep=keep)
+            delivery = LocalDelivery(self._app, self._store, token)
             count = await delivery.deliver(db, rows)
             reached.update(delivery.consumers)
             return count
@@ -619,11 +619,10 @@ class LocalDelivery:
     Guarantee: the inbox rows and the mark in the outbox are one commit.
     """
 
-    def __init__(self, app: App, outbox: OutboxStore, token: str, *, keep: bool) -> None:
+    def __init__(self, app: App, outbox: OutboxStore, token: str) -> None:
         self._app = app
         self._outbox = outbox
         self._token = token
-        self._keep = keep
         self._aside: list[tuple[Statement, Event]] = []
         self._stored: list[tuple[str, Arrival]] = []
 
@@ -636,7 +635,8 @@ class LocalDelivery:
         for statement, _ in self._aside:
             await db.execute(statement)
         ids = [row.id for row in rows]
-        marked = await db.execute(self._outbox.sent(ids, token=self._token, keep=self._keep))
+        keep = bool(self._app.relaying.keep_sent)
+        marked = await db.execute(self._outbox.sent(ids, token=self._token, keep=keep))
         if marked.count != len(ids):
             # another relay has some of them by now, so what this one wrote must go
             await db.rollback()

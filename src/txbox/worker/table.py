@@ -77,20 +77,16 @@ def _size_bytes(row: Row) -> int:
 
 
 class Table:
-    """The due rows of one consumer, leased in batches and handed to its lanes.
+    """The due rows of one consumer, leased in batches and handed to its lanes."""
 
-    Args:
-        suspects: one for the whole process: of the rows that may kill it, it runs one at a time.
-    """
-
-    def __init__(self, run: Run, consumer: str, suspects: threading.Lock) -> None:
+    def __init__(self, run: Run, consumer: str) -> None:
         app = run.app
         self.consumer = consumer
         #: Has each of the consumer's lanes take rows.
         self.wakes: list[Callable[[], None]] = []
         self._agenda = run.agenda
         self._app = app
-        self._suspects = suspects
+        self._suspects = run.suspects
         self._stop = run.stopping.is_set
         self._lock = threading.Lock()
         self._rows: deque[Row] = deque()

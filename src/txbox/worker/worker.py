@@ -254,11 +254,8 @@ class Worker:
 
     def _open_sources(self, names: Sequence[str], topics: Sequence[Sequence[str]]) -> None:
         """Start a pump for each source, and wait until all are open, or for a stop."""
-        worked = threading.Event()
         for consumption, name, wanted in zip(self._consumptions, names, topics, strict=True):
-            pump = Pump(
-                self._run, self._lanes, consumption.source, name=name, topics=wanted, worked=worked
-            )
+            pump = Pump(self._run, self._lanes, consumption.source, name=name, topics=wanted)
             self._pumps[pump] = True
             self._health.pumps.append(pump)
             pump.start(partial(self._pump_ended, pump))
@@ -302,8 +299,7 @@ class Worker:
         self._app.agenda = self._agenda
         if tables:
             # a relay alone may not read the inbox, and polls the outbox itself
-            polling = partial(self._agenda.run, self._driver)
-            self._poll = thread("txbox-poll", polling, self._thread_ended)
+            self._poll = thread("txbox-poll", self._agenda.run, self._thread_ended)
         if self._relays is not None:
             self._relays.start()
         for pump in self._pumps:
