@@ -144,7 +144,7 @@ def test_stored_messages_run_while_the_next_are_stored(
 
     monkeypatch.setattr(leases, "lease", looked)
     # the poll looks by the clock, however long a batch takes
-    monkeypatch.setattr(Table, "told", lambda _table: False)
+    monkeypatch.setattr(Table, "due", lambda _table: None)
     orders.app.lease = Lease(batch=SIZE)
     # nothing can be begun ahead of what has not arrived
     orders.handler(lambda _message, _tx: eventually(lambda: source.exhausted), mode="stored")
@@ -447,7 +447,7 @@ def test_the_table_has_its_turn_amid_a_backlog(postgresql_url: str) -> None:
 def test_nothing_is_claimed_ahead_when_it_is_the_tables_turn(
     orders: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Table, "due", True)
+    monkeypatch.setattr(Table, "has_work", True)
     commits = Commits(monkeypatch)
     orders.handler()
     backlog(orders)

@@ -38,6 +38,7 @@ from txbox.worker.supervisor import (
     HTTP_FD,
     Stop,
     draining_on_signals,
+    last_s,
     leave,
     leave_by,
     supervise,
@@ -347,7 +348,9 @@ def _maintain(args: argparse.Namespace) -> int:
 
 def _maintain_once(args: argparse.Namespace) -> int:
     if args.health_port is not None:
-        raise ConfigurationError("maintain --once ends soon, and serves no probes: leave out --health-port.")
+        raise ConfigurationError(
+            "maintain --once ends soon, and serves no probes: leave out --health-port."
+        )
     with _started(args) as (app, driver):
         reports: list[Report] = []
         for job in JOBS:

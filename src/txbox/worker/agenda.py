@@ -109,10 +109,7 @@ class Agenda:
     def run(self) -> None:
         """Call parts and poll, until stopped."""
         relaying = OUTBOX in self.parts
-        if relaying:
-            idle_s = min(_IDLE_S, self._app.relaying.poll.total_seconds())
-        else:
-            idle_s = _IDLE_S
+        idle_s = min(_IDLE_S, self._app.relaying.poll.total_seconds()) if relaying else _IDLE_S
         self._backoff = Backoff(_BUSY_S, idle_s, factor=_GROWTH, spread=(0.9, 1.0))
         consumers = [name for name in self.parts if name != OUTBOX]
         routes = self._app.routes.all() if relaying else []

@@ -51,6 +51,7 @@ class Turns(Protocol):
 
     def crowded(self) -> bool:
         """Whether other lanes are waiting for a turn."""
+        ...
 
 
 class Lane:

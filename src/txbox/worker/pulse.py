@@ -172,8 +172,9 @@ class Pulse:
             elif error.code not in self._logged:
                 self._logged.add(error.code)
                 _log.warning(
-                    "Cannot record this worker's status or read pauses (%s). Processing continues, but `txbox workers`, "
-                    "`txbox pause` and the counts miss it. `txbox schema print --grants` prints the rights it needs.",
+                    "Cannot record this worker's status or read pauses (%s). Processing continues, but "
+                    "`txbox workers`, `txbox pause` and the counts miss it. `txbox schema print --grants` prints "
+                    "the rights it needs.",
                     error,
                 )
         except Exception as error:  # noqa: BLE001  # see contain

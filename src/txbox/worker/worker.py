@@ -280,9 +280,7 @@ class Worker:
             self._kind,
             self._name,
             consumers=tables,
-            sources={
-                pump.name: wanted for pump, wanted in zip(self._pumps, topics, strict=True)
-            },
+            sources={pump.name: wanted for pump, wanted in zip(self._pumps, topics, strict=True)},
             routes=[route.name for route in self._app.routes.all()] if self._relay else [],
             lanes=len(self._lanes),
         )
