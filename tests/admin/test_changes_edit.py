@@ -186,6 +186,10 @@ def test_what_was_replaced_is_kept_as_long_as_its_message(shop: Shop, admin: Adm
     shop.deliver(paid("m1", WRONG))
     admin.edit(CONSUMER, "m1", payload=RIGHT)
     shop.app.retention = Retention(quarantine=timedelta(microseconds=1), quarantine_bytes=0)
+    # what was done in this very millisecond is not older than it
+    shop.raw.execute(
+        "UPDATE txbox_quarantine SET received_at = '2020-01-01 00:00:00.000', updated_at = '2020-01-01 00:00:00.000'"
+    )
     run_once(shop.app, "prune-quarantine", Task())
     assert [row.payload for row in replaced(admin)] == [WRONG]
     shop.raw.execute("DELETE FROM txbox_inbox")
