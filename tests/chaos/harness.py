@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.chaos import workload
 from tests.chaos.brokers import BrokerServer, patiently
-from tests.chaos.checker import Checked, check, keys_of, text
+from tests.chaos.checker import Checked, Key, check, keys_of, text
 from tests.chaos.databases import DATABASES, Database
 from tests.chaos.journal import Journal, facts
 from tests.chaos.nemesis import Nemesis
@@ -178,19 +178,34 @@ class Run:
 
     def recreate(self) -> None:
         """Delete the queue of payments and make it again, then send what is not in the inbox once more."""
-        self.broker.recreate(self.broker.payments())
+        try:
+            self.broker.recreate(self.broker.payments())
+        finally:
+            # also after a call that failed: it may have deleted the queue
+            self._send_missing()
+
+    def _send_missing(self) -> None:
         # what was being sent may have been in the queue, confirmed or not
-        sent = self._numbers_sent()
-        with self.database.raw() as raw:
-            kept = {
-                (text(consumer), text(message_id))
-                for consumer, message_id in raw.rows("SELECT consumer, message_id FROM txbox_inbox")
-            }
+        sent, kept = self._numbers_sent(), self._kept()
         plan = self._members[self.names("bank")[0]].plan
         plan = replace(plan, payments=self.broker.payments())
         again = [number for number in sorted(sent) if not keys_of(self.seed, number) <= kept]
         workload.send_again(plan, again)
         self.journal.write("sent", *again)
+
+    def _kept(self) -> set[Key]:
+        """What is in the inbox; waits for a database that is away because of another fault."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                with self.database.raw() as raw:
+                    rows = raw.rows("SELECT consumer, message_id FROM txbox_inbox")
+            except Exception:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+            else:
+                return {(text(consumer), text(message_id)) for consumer, message_id in rows}
 
     def _numbers_sent(self) -> set[int]:
         return {
