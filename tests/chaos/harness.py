@@ -249,6 +249,8 @@ class Run:
             waiting = self.broker.payments().left(workers[0]) + self.broker.entries().left(
                 workers[1]
             )
+            if not (inbox or outbox or waiting or self.broker.payments().sees_unacknowledged):
+                waiting = self.broker.server.messages()
         except Exception as error:  # noqa: BLE001  # it is not back yet
             return ("away", type(error).__name__, 0, 0)
         return int(inbox), int(outbox), int(waiting), int(done)

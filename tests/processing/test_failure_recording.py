@@ -15,7 +15,17 @@ import sqlalchemy as sa
 
 from tests.support.databases import NewDatabase, names
 from tests.support.meddling import Verb, drive_meddled
-from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, add_effect, execute, opened, paid
+from tests.support.shop import (
+    AT_ONCE,
+    CONSUMER,
+    TOPIC,
+    Shop,
+    add_effect,
+    execute,
+    lasting,
+    opened,
+    paid,
+)
 from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, Inbox, Limits, Message, Outcome, RetryPolicy
 from txbox.admin import Admin, InboxFilter
@@ -51,7 +61,7 @@ def recorded(shop: Shop, payload: bytes = b"{}", token: str = "") -> Any:
 
 
 def snapshot(shop: Shop) -> list[tuple[Any, ...]]:
-    return shop.raw.rows("SELECT * FROM txbox_inbox") + shop.raw.rows("SELECT * FROM txbox_attempt")
+    return lasting(shop.raw) + shop.raw.rows("SELECT * FROM txbox_attempt")
 
 
 def test_record_never_overwrites_a_processed_row(shop: Shop) -> None:

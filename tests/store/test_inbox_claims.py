@@ -11,7 +11,17 @@ import pytest
 
 from tests.support.blocked import acquired
 from tests.support.databases import NewDatabase
-from tests.support.shop import CONSUMER, TOPIC, Shop, as_id, execute, opened, paid, quarantined
+from tests.support.shop import (
+    CONSUMER,
+    TOPIC,
+    Shop,
+    as_id,
+    execute,
+    lasting,
+    opened,
+    paid,
+    quarantined,
+)
 from tests.support.waiting import DEADLINE_S
 from txbox import App, Inbox, Lease, Limits, Message, Outcome
 from txbox.events import MessageDuplicate
@@ -73,7 +83,7 @@ def stand(shop: Shop, ids: list[str] = IDS, *, has_payload: bool = True) -> None
 
 
 def rows(shop: Shop) -> list[tuple[Any, ...]]:
-    return sorted(shop.raw.rows("SELECT * FROM txbox_inbox"), key=str)
+    return sorted(lasting(shop.raw), key=str)
 
 
 def test_every_row_decides_in_a_batch(shop: Shop, handler: Handler) -> None:

@@ -95,6 +95,16 @@ def the_row(raw: Raw, message_id: str, consumer: str = CONSUMER) -> Row:
     return found
 
 
+def lasting(raw: Raw) -> list[Any]:
+    """The inbox rows without `updated_at`: on MySQL and MariaDB a copy moves it by a microsecond (ADR 0064)."""
+    key = "`key`" if raw.product == "mysql" else "key"
+    return raw.rows(
+        "SELECT consumer, message_id, status, topic, type, sequence, received_at, processed_at, payload_hash, attempts,"
+        " starts, next_attempt_at, lease_until, token, error_type, error, fingerprint, content_type, headers, origin,"
+        f" payload, has_payload, result, key_id, arrival, {key} FROM txbox_inbox"
+    )
+
+
 def statuses(raw: Raw) -> dict[str, int]:
     return {
         str(status): int(count)

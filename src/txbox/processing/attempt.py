@@ -739,7 +739,7 @@ class InboxProtocol:
             if parked is not None or claim is not NEW:
                 return parked or _NOT_OURS
             # another's row: what it says is the answer
-            await db.begin()
+            await db.begin(self.store.meeting(handler.consumer, arrival.message_id))
             rows = await self.store.classify(db, handler.consumer, [arrival.message_id])
             await db.commit()
             row = rows.get(arrival.message_id)

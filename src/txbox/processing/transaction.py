@@ -355,9 +355,11 @@ class HandlerTransaction:
             ran.existing.update(self.store.existing(result))
 
     async def _nothing_won(self, db: Session) -> None:
-        """End a transaction with nothing to keep: if the claim armed a guard, only ROLLBACK lifts it."""
-        # otherwise COMMIT is cheaper
-        await (db.rollback() if self.store.dialect.has("arm") else db.commit())
+        """End a transaction that has won nothing; what it has read may be acknowledged afterwards (promise 2.9)."""
+        dialect = self.store.dialect
+        # only ROLLBACK lifts an armed guard that refuses COMMIT
+        armed = dialect.refuses_commit and dialect.has("arm")
+        await (db.rollback() if armed else db.commit())
 
     async def _in_groups(
         self,

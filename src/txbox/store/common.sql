@@ -31,6 +31,9 @@
 -- nothing: duplicates
 -- classify reads them along with the others.
 
+-- nothing: meet
+-- What a transaction reads has been on disk before.
+
 -- nothing: rehearse_constraints may_set
 
 -- fragment: settled

@@ -330,6 +330,11 @@ class InboxStore:
         """Return the statement that reads the rows under these ids, one or more, for `existing`."""
         return self.dialect.statement("classify", {"consumer": consumer}, {"message_id": ids})
 
+    def meeting(self, consumer: str, message_id: str) -> Statements:
+        """Return what a transaction begins with whose `classify` decides on an acknowledgement, without a claim."""
+        params = {"consumer": consumer, "message_id": message_id}
+        return (self.dialect.statement("meet", params),) if self.dialect.has("meet") else ()
+
     def existing(self, result: Result) -> dict[str, Existing]:
         """Return the rows that `classifying` has read, by id."""
         return {

@@ -50,6 +50,12 @@ txbox_inbox FORCE INDEX (txbox_inbox_due) WHERE consumer = :consumer AND has_pay
 -- fragment: key = `key`
 -- fragment: unless_staged = ON DUPLICATE KEY UPDATE id = txbox_outbox.id
 
+-- InnoDB shows a commit before it is on disk, unless the server writes a binary log. A copy that only read such a row would
+-- be acknowledged for a row that a crash then undoes. So a copy moves the row by a microsecond: its own COMMIT returns
+-- when that, and all that was committed before it, is on disk (docs/decisions/0064-read-before-durable.md).
+-- fragment: met = updated_at = txbox_inbox.updated_at + INTERVAL 1 MICROSECOND
+-- fragment: unless_known = ON DUPLICATE KEY UPDATE [met]
+
 -- fragment: picked table index
 -- A list of pairs is a derived table: for `(a, b) IN (…)` with a few hundred pairs, MariaDB stops using the key and
 -- locks the whole table. The comment contains a word that only MySQL reads, and requires. FORCE INDEX: joined, too, a
@@ -71,7 +77,7 @@ txbox_inbox FORCE INDEX (txbox_inbox_due) WHERE consumer = :consumer AND has_pay
 INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`, sequence, payload_hash)
 VALUES {(:consumer, :rows.message_id, 'processing', :token, :rows.topic, :rows.type, :rows.key, :rows.sequence,
          :rows.payload_hash)}
-ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
+[unless_known]
 
 -- nothing: claim_single limit_idle
 -- A single message is claimed like many.
@@ -81,7 +87,7 @@ INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`
                          content_type, headers, origin, payload, has_payload, key_id)
 VALUES {(:consumer, :rows.message_id, 'processing', :token, :rows.topic, :rows.type, :rows.key, :rows.sequence,
          :rows.payload_hash, :rows.content_type, :rows.headers, :rows.origin, :rows.payload, TRUE, :key_id)}
-ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
+[unless_known]
 
 -- name: claim_leased
 -- The fence: a worker that lost its lease to another matches no row. What complete overwrites is left alone here,
@@ -149,12 +155,16 @@ SELECT [text message_id], status, payload_hash, has_payload, attempts, starts,
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id})
   LOCK IN SHARE MODE
 
+-- name: meet
+-- Before classify where no claim has met the row.
+UPDATE txbox_inbox SET [met] WHERE consumer = :consumer AND message_id = :message_id
+
 -- name: accept
 -- The token stays in the row; classify reads it back to tell what this call inserted.
 INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`, sequence, processed_at, payload_hash)
 VALUES {(:consumer, :rows.message_id, 'processed', :token, :rows.topic, :rows.type, :rows.key, :rows.sequence,
          UTC_TIMESTAMP(6), :rows.payload_hash)}
-ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
+[unless_known]
 
 -- name: store
 INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`, sequence, payload_hash,
@@ -162,7 +172,7 @@ INSERT INTO txbox_inbox (consumer, message_id, status, token, topic, type, `key`
 VALUES {(:consumer, :rows.message_id, 'pending', :token, :rows.topic, :rows.type, :rows.key, :rows.sequence,
          :rows.payload_hash, UTC_TIMESTAMP(6) + INTERVAL :delay_s SECOND, :rows.content_type, :rows.headers,
          :rows.origin, :rows.payload, TRUE, :key_id)}
-ON DUPLICATE KEY UPDATE consumer = txbox_inbox.consumer
+[unless_known]
 
 -- ---- inbox.py: failures ---------------------------------------------------------------------------------------------
 

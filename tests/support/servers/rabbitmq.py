@@ -6,12 +6,13 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.support.servers import ServerError, programs
 from tests.support.servers.process import ENVIRONMENT, ServerProcess
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 # Not the wrapper in /usr/sbin: that one is for root and the distribution's own node.
 _PATH = "/usr/lib/rabbitmq/bin:/usr/local/lib/rabbitmq/bin:/usr/local/bin"
@@ -89,6 +90,15 @@ disk_free_limit.absolute = 50MB
             ),
             f"{quorum_queue} in the list of quorum queues",
         )
+
+    def messages(self) -> int:
+        """How many messages its queues have, with those that wait for an acknowledgement, which AMQP does not tell."""
+        program = Path(binary() or "").with_name("rabbitmqctl")
+        output = subprocess.run(
+            [program, "--quiet", "list_queues", "--no-table-headers", "messages"],
+            env=self.environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=True,
+        ).stdout  # fmt: skip
+        return sum(map(int, output.split()))
 
     def ping(self) -> str:
         with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:

@@ -15,7 +15,7 @@ CREATE TABLE IF NOT EXISTS txbox_schema (
 -- There are no partial indexes. `next_attempt_at` is NULL in rows that are not due.
 -- `key` is bounded to what an index holds as a whole: MySQL does not read an index in the order of what stands behind a
 -- prefix of a column.
---   txbox_inbox_arrival   not UNIQUE: the no-op upsert of a claim must meet one unique key only
+--   txbox_inbox_arrival   not UNIQUE: the upsert of a claim must meet one unique key only
 --   txbox_inbox_status    what an ordered key waits for
 --   txbox_inbox_due       the order in which rows are leased; rows whose last run never ended (starts > 0) are looked
 --                         for separately
