@@ -142,8 +142,35 @@ def store(result: Mapping[str, Any]) -> Path:
     """Write one result; the newest of a phase replaces the one before, history is in git."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{result['phase'].lower()}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(as_text(result))
     return path
+
+
+def as_text(result: Mapping[str, Any]) -> str:
+    """A result as JSON with a line for each contender, bar and round; numbers have six digits."""
+
+    def line(value: object) -> str:
+        return json.dumps(_rounded(value))
+
+    parts: list[str] = []
+    for name, value in result.items():
+        entries: list[str] = []
+        if isinstance(value, dict) and any(isinstance(each, dict) for each in value.values()):
+            entries = [f"{json.dumps(key)}: {line(each)}" for key, each in value.items()]
+        elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+            entries = [line(each) for each in value]
+        first, last = "{}" if isinstance(value, dict) else "[]"
+        shown = f"{first}\n  " + ",\n  ".join(entries) + f"\n {last}" if entries else line(value)
+        parts.append(f"{json.dumps(name)}: {shown}")
+    return "{\n " + ",\n ".join(parts) + "\n}\n"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def write_page(titles: Mapping[str, str]) -> Path:

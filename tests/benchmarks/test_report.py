@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -94,3 +95,17 @@ def test_the_page_counts_what_is_missed() -> None:
     missed = report._missed({"P3": _document(ratio=11.0)})
     assert missed == ["Of 1 bars 1 are **missed**: [P3](#p3-backlog)."]
     assert report._missed({"P3": _document()}) == ["All 1 bars are met."]
+
+
+def test_a_result_has_a_line_for_each_round() -> None:
+    document = {
+        "phase": "P0", "bars": [], "contenders": {"a": {"rate": 1.23456789, "failures": []}},
+        "rounds": [{"rate": 1 / 3, "lost": None}, {"rate": 2, "lost": 0}],
+    }  # fmt: skip
+    text = report.as_text(document)
+    assert json.loads(text) == {
+        "phase": "P0", "bars": [], "contenders": {"a": {"rate": 1.23457, "failures": []}},
+        "rounds": [{"rate": 0.333333, "lost": None}, {"rate": 2, "lost": 0}],
+    }  # fmt: skip
+    assert '\n  {"rate": 2, "lost": 0}\n' in text
+    assert len(text.splitlines()) == 11
