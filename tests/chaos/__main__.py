@@ -19,6 +19,11 @@ from tests.chaos.harness import Result, StuckError, chaos
 from tests.chaos.nemesis import KINDS
 from tests.support.servers import ServerError, provision
 
+#: What databases and brokers need, unless it is a server of the same name.
+_SERVERS = {
+    "sqlite": (), "webhook": (), "quorum": ("rabbitmq",), "postgresql": ("postgresql", "pgbouncer"),
+}  # fmt: skip
+
 
 def _names(allowed: Sequence[str], words: str) -> tuple[str, ...]:
     names = tuple(words.split(","))
@@ -57,12 +62,10 @@ def main(words: Sequence[str] | None = None) -> int:
     # servers and processes are ended on the way out
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     seed = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
-    kinds = {"quorum": "rabbitmq", "postgresql": "pgbouncer"}
-    wanted = {*arguments.databases, *arguments.brokers} - {"sqlite", "quorum"}
+    names = (*arguments.databases, *arguments.brokers)
     provision.prepare(
-        sorted(wanted | {kinds[name] for name in (*arguments.databases, *arguments.brokers) if name in kinds}),
-        throwaway=True,
-    )  # fmt: skip
+        sorted({server for name in names for server in _SERVERS.get(name, (name,))}), throwaway=True
+    )
     bad = 0
     for database in arguments.databases:
         for broker in arguments.brokers:

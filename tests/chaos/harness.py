@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import workload
-from tests.chaos.brokers import BrokerServer, patiently
+from tests.chaos.brokers import ENTRIES, PAYMENTS, BrokerServer, patiently, server_of
 from tests.chaos.checker import Checked, Key, check, keys_of, text
 from tests.chaos.databases import DATABASES, Database
 from tests.chaos.journal import Journal, facts
@@ -32,6 +32,8 @@ from txbox.errors import TxboxError
 #: No progress for so long, once everything is healed, is what the checker calls stuck.
 PATIENCE_S = 120.0
 _MEMBERS = ("bank", "bank", "bank", "books", "books", "relay", "maintain", "producer", "operator")
+#: Roles that consume, and what.
+_CONSUMED = {"bank": PAYMENTS, "books": ENTRIES}
 #: Exit statuses: drained; the database or broker could not be reached at the start; signals that a nemesis sends.
 _GOOD_ENDS = (0, 2, -signal.SIGKILL, -signal.SIGTERM)
 _UNFINISHED = """
@@ -92,7 +94,7 @@ class Run:
                 role, name, self.folder, self.seed, self.database.url(number),
                 self.broker.payments(proxied=bool(number % 2)),
                 self.broker.entries(proxied=bool(number % 3)),
-                rate=self._rate,
+                rate=self._rate, port=self.broker.lend_port(_CONSUMED[role]) if role in _CONSUMED else None,
             )  # fmt: skip
             self._members[name] = _Member(replace(plan, **options))
             self._launch(self._members[name])
@@ -155,6 +157,7 @@ class Run:
                         continue
                     self._note_end(name, member, code)
                     if member.dismissed or (self.stopped and member.plan.role in ("producer", "operator")):  # fmt: skip
+                        self.broker.take_back(member.plan.port)
                         del self._members[name]
                     else:
                         self._launch(member)
@@ -369,7 +372,7 @@ def chaos(
     folder = Path(tempfile.mkdtemp(prefix=f"txbox-chaos-{database_name}-{broker_name}-{seed}-"))
     with ExitStack() as stack:
         database = stack.enter_context(DATABASES[database_name]())
-        broker = stack.enter_context(BrokerServer(broker_name))
+        broker = stack.enter_context(server_of(broker_name))
         run = Run(database, broker, folder, seed, rate=rate)
         with App(database.url(0)) as app, database.raw() as raw:
             prepare(app, raw)

@@ -69,6 +69,10 @@ def _is_postgresql(run: Run) -> bool:
     return isinstance(run.database, PostgreSQL)
 
 
+def _has_broker(run: Run) -> bool:
+    return run.broker.keeps_messages
+
+
 # -- processes ----------------------------------------------------------------------------------------
 
 
@@ -320,7 +324,7 @@ def _broker_slow(run: Run, rng: random.Random) -> Generator[float, None, None]:
         run.broker.proxy.delay_s = 0.0
 
 
-@_kind("broker killed", weight=2, group="broker")
+@_kind("broker killed", weight=2, group="broker", fits=_has_broker)
 def _broker_killed(run: Run, rng: random.Random) -> Generator[float, None, None]:
     """SIGKILL of the broker; it keeps what it had confirmed."""
     run.broker.server.stop(immediate=True)
@@ -330,7 +334,7 @@ def _broker_killed(run: Run, rng: random.Random) -> Generator[float, None, None]
         run.broker.server.start()
 
 
-@_kind("queue made again", weight=1, group="broker")
+@_kind("queue made again", weight=1, group="broker", fits=_has_broker)
 def _recreated(run: Run, rng: random.Random) -> Generator[float, None, None]:
     """The queue is deleted with all that is in it, and made again; then its messages are sent once more."""
     run.recreate()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.chaos import __main__, page, workload
-from tests.chaos.brokers import ENTRIES, PAYMENTS
+from tests.chaos.brokers import ENTRIES, PAYMENTS, Endpoints
 from tests.chaos.checker import Checked, check
 from tests.chaos.databases import Disk
 from tests.chaos.harness import Result, StuckError, chaos, prepare
@@ -22,6 +24,7 @@ from tests.crash.brokers.feeds import RedisFeed
 from tests.support.databases import Raw, require
 from tests.support.servers import packages, provision
 from tests.support.servers.process import ServerDirectory, throwaway_name
+from tests.support.waiting import DEADLINE_S
 from txbox import Outcome
 
 SEED = 20261128
@@ -118,6 +121,26 @@ def test_messages_are_the_same_for_a_seed_and_versions_have_no_gaps() -> None:
             message = message_of(1, number)
             versions[str(message.key)] = versions.get(str(message.key), 0) + 1
             assert f'"n": {versions[str(message.key)]},'.encode() in (message.payload or b"")
+
+
+def test_senders_of_webhooks_reach_a_worker_that_listens() -> None:
+    with Endpoints() as endpoints:
+        ports = [endpoints.lend_port(PAYMENTS) for _ in range(2)]
+        assert len({*ports, endpoints.lend_port(ENTRIES)}) == 3
+        balancer = urlsplit(endpoints.payments().url)
+        address = (str(balancer.hostname), int(balancer.port or 0))
+        # the first one has been killed
+        with socket.create_server(("127.0.0.1", ports[1])) as listener:
+            listener.settimeout(DEADLINE_S)
+            for _ in range(2):
+                with socket.create_connection(address) as sender:
+                    worker, _ = listener.accept()
+                    with worker:
+                        sender.sendall(b"x")
+                        assert worker.recv(1) == b"x"
+        endpoints.take_back(ports[1])
+        with socket.create_connection(address) as sender:
+            assert sender.recv(1) == b""
 
 
 def test_a_server_of_a_killed_run_goes_with_its_disk() -> None:

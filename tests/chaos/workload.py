@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tests.chaos.brokers import Broker
+from tests.chaos.brokers import Broker, WebhookFeed
 from tests.chaos.journal import Journal
 from tests.crash.service import execute
 from txbox import App, Batching, GapPolicy, Lease, Limits, Message, RelayPolicy, RetryPolicy
@@ -27,6 +27,7 @@ from txbox.errors import BrokerError, BrokerUnavailable, TxboxError
 
 ACCOUNTS = 2000
 KEYS = 20
+_REPEATED_MAX = 200
 MAX_ATTEMPTS = 6
 LEASE = timedelta(seconds=4)
 LIMITS = Limits(payload_bytes=16 * 1024, headers_bytes=8 * 1024, lock_timeout=timedelta(seconds=1))
@@ -69,6 +70,7 @@ class Plan:
         clock_s: how much its clock is ahead of everybody's.
         rate: messages a second that the producer does not exceed.
         waiting: messages in the broker above which the producer waits.
+        port: where it serves its webhook, if it has one.
     """
 
     role: str
@@ -84,6 +86,7 @@ class Plan:
     clock_s: float = 0.0
     rate: float = 600.0
     waiting: int = 1500
+    port: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -286,6 +289,8 @@ def bank(plan: Plan, journal: Journal) -> App:
 
 
 def _destination(feed: Broker) -> Destination:
+    if isinstance(feed, WebhookFeed):
+        return feed.destination()
     destination: Any = feed.source(0)
     return cast("Destination", destination)
 
@@ -350,8 +355,11 @@ def _command(plan: Plan, journal: Journal, role: str) -> int:
     global app  # noqa: PLW0603  # the command line loads it by name
     app = books(plan, journal) if role == "books" else bank(plan, journal)
     words = {"bank": ["run", "--no-relay", "--no-maintenance"], "books": ["run"]}.get(role, [role])
-    if words[0] == "run":
-        feed = plan.entries if role == "books" else plan.payments
+    feed = plan.entries if role == "books" else plan.payments
+    if plan.port is not None and isinstance(feed, WebhookFeed):
+        app.consume(feed.hook(lambda: journal.write("received", 1)))
+        words += ["--http-port", str(plan.port)]
+    elif words[0] == "run":
         source: Any = _Counted(feed.source(plan.options.get("member", 0)), journal)
         app.consume(source, topics=[feed.topic])
     grace = [] if role == "maintain" else ["--grace", "8s"]
@@ -376,6 +384,7 @@ class Producer:
         self._publisher = _destination(plan.payments).publisher()
         self._sent: list[int] = []
         # what must not be missing is sent until it is confirmed, also what a killed one was sending
+        self._repeats = repeats(plan.payments)
         self._again: list[int] = _unconfirmed(plan)
 
     def run(self) -> None:
@@ -404,7 +413,8 @@ class Producer:
         """Numbers, and whether each has another payload."""
         batch = [(number, False) for number in self._again]
         self._again = []
-        if last:
+        # what is repeated must not become ever more, while nobody answers
+        if last or len(batch) > _REPEATED_MAX:
             return batch
         fresh = range(self._number, self._number + 50)
         self._number = fresh.stop
@@ -432,15 +442,21 @@ class Producer:
         for (number, is_other), error in zip(batch, answers, strict=True):
             if error is None and not is_other:
                 self._sent.append(number)
-            elif error is not None and type_of(number) == "version" and not is_other:
+            elif error is not None and self._repeats(number) and not is_other:
                 self._again.append(number)
         del self._sent[:-2000]
         if any(answers):
             time.sleep(0.2)
 
 
+def repeats(feed: Broker) -> Callable[[int], bool]:
+    """Which messages a producer sends until they are confirmed: with webhooks all, otherwise only the versions."""
+    everything = isinstance(feed, WebhookFeed)
+    return lambda number: everything or type_of(number) == "version"
+
+
 def _unconfirmed(plan: Plan) -> list[int]:
-    """The versions that the last producer of this name was sending when it ended."""
+    """What the last producer of this name was sending, and has to repeat, when it ended."""
     numbers: set[int] = set()
     lines = (plan.folder / f"{plan.process}.journal").read_text().splitlines()[-40:]
     for line in lines:
@@ -449,7 +465,7 @@ def _unconfirmed(plan: Plan) -> list[int]:
         numbers = (
             numbers | told if kind == "sending" else numbers - told if kind == "sent" else numbers
         )
-    return sorted(number for number in numbers if type_of(number) == "version")
+    return sorted(filter(repeats(plan.payments), numbers))
 
 
 def _published(

@@ -111,7 +111,7 @@ class Proxy:
                     client.close()
                     continue
                 try:
-                    server = socket.create_connection(self._server)
+                    server = self._reach()
                 except OSError:  # its server is away
                     client.close()
                     continue
@@ -126,6 +126,10 @@ class Proxy:
                 thread = threading.Thread(target=run, args=args)
                 self._threads.append(thread)
                 thread.start()
+
+    def _reach(self) -> socket.socket:
+        """A connection to the server."""
+        return socket.create_connection(self._server)
 
     def _to_server(
         self, client: socket.socket, server: socket.socket, deaf: threading.Event

@@ -72,7 +72,7 @@ def free_port(preferred: int, span: int = 1) -> int:
     claimed = _claimed_ports()
     for port in range(preferred, min(preferred + 400, LENT_PORTS - span + 1), 10):
         wanted = range(port, port + span)
-        if claimed.isdisjoint(wanted) and all(_free(number) for number in wanted):
+        if claimed.isdisjoint(wanted) and all(is_free(number) for number in wanted):
             return port
     raise ServerError(f"no free port near {preferred} on 127.0.0.1; stop what listens there")
 
@@ -91,7 +91,7 @@ def _claimed_ports() -> set[int]:
     return ports
 
 
-def _free(port: int) -> bool:
+def is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
