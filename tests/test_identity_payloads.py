@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.blocked import acquired
-from tests.support.shop import CONSUMER, TOPIC, Shop, paid, quarantined
+from tests.support.shop import CONSUMER, TOPIC, Shop, lasting, paid, quarantined
 from txbox import Inbox, Message, Outcome, PayloadMismatch
 from txbox.events import MessageQuarantined
 from txbox.identity import TOMBSTONE_HASH, payload_hash
@@ -93,11 +93,11 @@ def test_payload_is_compared_with_the_row(
 ) -> None:
     how, same, other = METHODS[method]
     known = path(shop, payload_hash=how)
-    before = shop.raw.rows("SELECT * FROM txbox_inbox")
+    before = lasting(shop.raw)
     assert shop.deliver(paid("a", same)) is known
     assert quarantined(shop.raw) == []
     assert shop.deliver(paid("a", other)) is Outcome.QUARANTINED
-    assert shop.raw.rows("SELECT * FROM txbox_inbox") == before
+    assert lasting(shop.raw) == before
     assert len(quarantined(shop.raw)) == 1
     assert len(shop.emitted(MessageQuarantined)) == 1
 

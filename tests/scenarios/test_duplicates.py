@@ -19,6 +19,7 @@ from tests.support.shop import (
     TOPIC,
     Shop,
     add_effect,
+    lasting,
     opened,
     paid,
     quarantined,
@@ -81,10 +82,10 @@ def retried(shop: Shop) -> int:
 def test_id_reuse_with_different_payload(shop: Shop) -> None:
     shop.handler()
     assert shop.deliver(paid("a", PAYLOAD)) is Outcome.PROCESSED
-    before = shop.raw.rows("SELECT * FROM txbox_inbox")
+    before = lasting(shop.raw)
     assert shop.deliver(paid("a", b'{"cents": 999}')) is Outcome.QUARANTINED
     assert shop.deliver(paid("a", b'{"cents": 999}')) is Outcome.QUARANTINED
-    assert shop.raw.rows("SELECT * FROM txbox_inbox") == before
+    assert lasting(shop.raw) == before
     ((reason, seen),) = quarantined(shop.raw)
     assert "payload" in reason
     assert seen == 2
