@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -49,6 +50,10 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=600.0, help="messages a second, at most")
     parser.add_argument("--keep", action="store_true", help="keep the journals of green runs, too")
     parser.add_argument(
+        "--elle", type=shlex.split, default=[], metavar="COMMAND", help="checks the history of the lists, as in "
+        "'java -jar elle-cli.jar --model list-append': it gets a file, and ends what it prints with true or false",
+    )  # fmt: skip
+    parser.add_argument(
         "--impatient", action="store_true", help="give up a run without progress for 2 minutes"
     )
     parser.add_argument(
@@ -74,6 +79,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 result = chaos(
                     database, broker, seed=seed, minutes=arguments.minutes, impatient=arguments.impatient,
                     lanes=arguments.lanes, without=arguments.without, rate=arguments.rate, keep=arguments.keep,
+                    elle_command=arguments.elle,
                     say=partial(print, flush=True),
                 )  # fmt: skip
             except (ServerError, StuckError) as error:
@@ -96,6 +102,8 @@ def _say(result: Result) -> None:
         f"{sum(result.faults.values())} faults of {len(result.faults)} kinds; "
         f"{checked.lost} lost, {checked.doubled} doubled, {checked.disordered} out of order"
     )
+    if result.elle:
+        print(f"  Elle: {result.elle}")
     for wrong in result.wrong:
         print(f"  WRONG {wrong}")
     where = f", see {result.folder}" if result.folder.exists() else ""

@@ -1,15 +1,19 @@
-"""What must be true once a run is at rest: I1 to I11 of the design, read from tables and journals without txbox."""
+"""What must be true once a run is at rest: I1 to I11 of the design, read from tables and journals without txbox.
+
+And the lists as a history for Elle, which says whether there is an order of the transactions that explains it.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tests.chaos.journal import facts
+from tests.chaos.journal import facts, now
 from tests.chaos.workload import (
     CHAINED,
     CONSUMERS,
@@ -37,6 +41,14 @@ class Checked:
     doubled: int = 0
     disordered: int = 0
     wrong: list[str] = field(default_factory=list)
+
+
+class Read(NamedTuple):
+    """Lists as one statement saw them: between which times, and by name."""
+
+    began: float
+    ended: float
+    lists: Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -94,8 +106,12 @@ def _key(row: tuple[Any, ...]) -> Key:
     return text(row[0]), text(row[1])
 
 
-def check(raw: Raw, folder: Path, seed: int, *, broker: str) -> Checked:
-    """Compare the tables with what the processes wrote down; writes `elle.json` beside the journals."""
+def check(raw: Raw, folder: Path, seed: int, *, broker: str, reads: Sequence[Read] = ()) -> Checked:
+    """Compare the tables with what the processes wrote down; writes `elle.edn` beside the journals.
+
+    Args:
+        reads: of the lists, while the run went on.
+    """
     tables = _read(raw)
     confirmed, sending, others, delivered = set[int](), set[int](), set[int](), 0
     lost_until = max(
@@ -129,7 +145,7 @@ def check(raw: Raw, folder: Path, seed: int, *, broker: str) -> Checked:
         found[name].append(what)
     for name, what in _wrong_events(tables, folder):
         found[name].append(what)
-    _write_elle(tables.appended, folder / "elle.json")
+    _write_elle(tables.appended, [*reads, read_lists(raw, sorted(tables.appended))], folder)
     if any(found.values()):
         _write_tables(raw, folder)
     statuses = Counter(status for status, *_ in tables.inbox.values())
@@ -285,26 +301,107 @@ def _wrong_events(tables: _Tables, folder: Path) -> Iterator[tuple[str, str]]:
             )
 
 
-def _write_elle(appended: Mapping[str, list[tuple[int, int]]], path: Path) -> None:
-    """The lists as a history that `elle-cli --model list-append` checks: each append alone, then one read of all."""
-    history: list[dict[str, Any]] = []
+# -- the history for Elle -------------------------------------------------------------------------------
 
-    def operation(process: int, value: list[list[Any]], result: list[list[Any]]) -> None:
-        for kind, shown in (("invoke", value), ("ok", result)):
-            history.append(
-                {"index": len(history), "type": kind, "process": process, "f": "txn", "value": shown}
-            )  # fmt: skip
+#: One in so many appends also says which list it saw; so do the first ones, and all that look wrong.
+_SEEN_EVERY = 50
 
-    for process, (name, numbers) in enumerate(sorted(appended.items())):
-        for number, previous in numbers:
-            before = list(range(1, previous + 1)) if previous <= _NAMED else None
-            reads = [["r", name, before]] if before is not None else []
-            append = [["append", name, number]]
-            operation(
-                process, [*([["r", name, None]] if reads else []), *append], [*reads, *append]
+
+def read_lists(raw: Raw, names: Sequence[str]) -> Read:
+    """Read some lists with one statement, each in the order in which its appends saw one another."""
+    began = now()
+    rows = defaultdict[str, list[tuple[int, int]]](list)
+    if names:
+        marks = ", ".join(f"'{name}'" for name in names)
+        for name, number, previous in raw.rows(
+            f"SELECT name, n, previous FROM appended WHERE name IN ({marks}) ORDER BY n"
+        ):
+            rows[text(name)].append((number, previous))
+    return Read(began, now(), {name: _chained(rows[name]) for name in names})
+
+
+def _chained(rows: Sequence[tuple[int, int]]) -> Sequence[int]:
+    """The numbers in the order of the chain that they make; those that are in no chain at the end."""
+    after = defaultdict[int, list[int]](list)
+    for number, previous in rows:
+        after[previous].append(number)
+    chain, last = list[int](), [0]
+    while last:
+        last = [number for previous in last for number in after.pop(previous, ())]
+        chain += last
+    return [*chain, *(number for numbers in after.values() for number in numbers)]
+
+
+def _write_elle(
+    appended: Mapping[str, Sequence[tuple[int, int]]], reads: Sequence[Read], folder: Path
+) -> None:
+    """Write the history that Elle checks as `list-append`.
+
+    An append begins with its first attempt, and ends when a process has seen its commit; where none has, because it
+    was killed or the answer got lost, its end is not known (`:info`). Reads are those of the harness.
+    """
+    begun, message_of_append = dict[tuple[str, int], float](), dict[tuple[str, int], Key]()
+    for fact in facts(folder, "append"):
+        name, digits, consumer, message_id = fact.words
+        append = (name, int(digits))
+        begun[append] = min(fact.at, begun.get(append, fact.at))
+        message_of_append[append] = (consumer, message_id)
+    seen = dict[Key, float]()
+    for fact in facts(folder, "MessageProcessed"):
+        key = (fact.words[0], fact.words[1])
+        seen[key] = min(fact.at, seen.get(key, fact.at))
+    # an append that no journal has is one of the checker's own tests
+    begun = {(name, number): 0.0 for name in appended for number, _ in appended[name]} | begun
+    previous_of = {
+        (name, number): previous for name in appended for number, previous in appended[name]
+    }
+    orders = {name: _chained(rows) for name, rows in appended.items()}
+
+    events = list[tuple[float, int, int, str, str]]()
+    for process, (append, began) in enumerate(sorted(begun.items())):
+        name, number = append
+        previous = previous_of.get(append, 0)
+        seen_list = ""
+        if previous and (previous <= _NAMED or previous != number - 1 or not number % _SEEN_EVERY):
+            order = orders[name]
+            seen_list = _edn(order[: order.index(previous) + 1]) if previous in order else ""
+        does = f'[:append "{name}" {number}]'
+        ended = seen.get(message_of_append.get(append, ("", "")))
+        asked = f'[:r "{name}" nil] {does}' if seen_list else does
+        told = f'[:r "{name}" {seen_list}] {does}' if seen_list else does
+        events.append((began, 0, process, "invoke", f"[{asked}]"))
+        if ended is not None:
+            events.append((ended, 1, process, "ok", f"[{told}]"))
+        elif append in previous_of:
+            events.append((now(), 1, process, "info", f"[{asked}]"))
+        else:
+            events.append((now(), 1, process, "fail", f"[{asked}]"))
+    for process, read in enumerate(reads, len(begun)):
+        asked = " ".join(f'[:r "{name}" nil]' for name in read.lists)
+        told = " ".join(f'[:r "{name}" {_edn(numbers)}]' for name, numbers in read.lists.items())
+        events.append((read.began, 0, process, "invoke", f"[{asked}]"))
+        events.append((read.ended, 1, process, "ok", f"[{told}]"))
+    # what began when another ended may have been side by side with it
+    with (folder / "elle.edn").open("w") as lines:
+        for index, (at, _, process, kind, value) in enumerate(sorted(events)):
+            lines.write(
+                f"{{:index {index} :time {int(at * 1e9)} :type :{kind} :process {process} :f :txn :value {value}}}\n"
             )
-    names = sorted(appended)
-    last = [["r", name, [number for number, _ in appended[name]]] for name in names]
-    operation(len(names), [["r", name, None] for name in names], last)
-    lines = ",\n".join(json.dumps(entry) for entry in history)
-    path.write_text(f"[\n{lines}\n]\n")
+
+
+def _edn(numbers: Sequence[int]) -> str:
+    return f"[{' '.join(map(str, numbers))}]"
+
+
+def elle(command: Sequence[str], folder: Path) -> str:
+    """Have Elle check the history.
+
+    Args:
+        command: gets the path as its last argument, and ends what it prints with true or false, as elle-cli does.
+    """
+    ran = subprocess.run(
+        [*command, str(folder / "elle.edn")], check=False, capture_output=True, text=True
+    )
+    (folder / "elle.txt").write_text(ran.stdout + ran.stderr)
+    last = (ran.stdout.split() or [""])[-1]
+    return {"true": "valid", "false": "not valid"}.get(last, "did not answer")

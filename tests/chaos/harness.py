@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.chaos import workload
 from tests.chaos.brokers import ENTRIES, PAYMENTS, BrokerServer, patiently, server_of
-from tests.chaos.checker import Checked, Key, check, keys_of, text
+from tests.chaos.checker import Checked, Key, Read, check, elle, keys_of, read_lists, text
 from tests.chaos.databases import DATABASES, Database
 from tests.chaos.journal import Journal, facts
 from tests.chaos.nemesis import Nemesis
@@ -352,6 +352,8 @@ class Result:
     checked: Checked
     wrong: list[str]
     folder: Path
+    #: What Elle says of the lists; nothing if it was not asked.
+    elle: str = ""
 
 
 def chaos(
@@ -367,8 +369,13 @@ def chaos(
     without: Sequence[str] = (),
     rate: float = 600.0,
     keep: bool = False,
+    elle_command: Sequence[str] = (),
 ) -> Result:
-    """One run on one database and one broker; its journals stay when something is wrong, or with `keep`."""
+    """One run on one database and one broker; its journals stay when something is wrong, or with `keep`.
+
+    Args:
+        elle_command: what checks `elle.edn`, see `checker.elle`.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f"txbox-chaos-{database_name}-{broker_name}-{seed}-"))
     with ExitStack() as stack:
         database = stack.enter_context(DATABASES[database_name]())
@@ -383,7 +390,9 @@ def chaos(
         nemesis.start()
         began = time.monotonic()
         try:
-            _watch(run, nemesis, began + minutes * 60, say, PATIENCE_S if impatient else None)
+            reads = _watch(
+                run, nemesis, began + minutes * 60, say, PATIENCE_S if impatient else None
+            )
         finally:
             nemesis.end()
         lasted = (time.monotonic() - began) / 60
@@ -392,13 +401,16 @@ def chaos(
         say(f"  at rest after {time.monotonic() - began - lasted * 60:.0f} s more")
         wrong += run.end()
         with database.raw() as raw:
-            checked = check(raw, folder, seed, broker=broker_name)
+            checked = check(raw, folder, seed, broker=broker_name, reads=reads)
     wrong += checked.wrong
+    verdict = elle(elle_command, folder) if elle_command else ""
+    if verdict not in ("", "valid"):
+        wrong.append(f"Elle: {verdict}, see elle.txt")
     if not wrong and not keep:
         shutil.rmtree(folder, ignore_errors=True)
     return Result(
         database_name, broker_name, seed, round(lasted, 2), versions, dict(sorted(nemesis.counts.items())),
-        checked, wrong, folder,
+        checked, wrong, folder, verdict,
     )  # fmt: skip
 
 
@@ -408,11 +420,19 @@ def _watch(
     until: float,
     say: Callable[[str], None],
     patience_s: float | None,
-) -> None:
-    """Wait until the time is up; says how it goes, and gives a run up that does not."""
+) -> Sequence[Read]:
+    """Wait until the time is up; says how it goes, and gives a run up that does not.
+
+    Returns:
+        two of the lists, as they were each second.
+    """
+    rng, reads = random.Random(run.seed), list[Read]()
+    names = [f"{kind}-{key}" for kind in workload.LISTS for key in range(workload.KEYS)]
     before, changed_at, said_at = 0, time.monotonic(), time.monotonic()
     while time.monotonic() < until:
         time.sleep(min(1.0, max(0.0, until - time.monotonic())))
+        with suppress(Exception), run.database.raw() as raw:  # it is away
+            reads.append(read_lists(raw, rng.sample(names, 2)))
         if time.monotonic() < said_at + 15:
             continue
         said_at = time.monotonic()
@@ -422,6 +442,7 @@ def _watch(
             before, changed_at = done, time.monotonic()
         elif patience_s is not None and time.monotonic() > changed_at + patience_s:
             raise StuckError(f"no progress for {patience_s:g} s; the journals are in {run.folder}")
+    return reads
 
 
 def _processed(run: Run) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +15,21 @@ from txbox.events import (
     MessageDead,
     MessageEvent,
     MessageFailed,
+    MessageProcessed,
     MessagesLost,
     SequenceGap,
 )
 
-#: Events that the checker reads; of the others only the number is kept.
-_KEPT = (MessageFailed, MessageDead, LeaseExpired, SequenceGap, ErrorContained, MessagesLost)
+#: Events that the checker reads.
+_KEPT = (
+    MessageProcessed,
+    MessageFailed,
+    MessageDead,
+    LeaseExpired,
+    SequenceGap,
+    ErrorContained,
+    MessagesLost,
+)
 
 
 class Fact(NamedTuple):
@@ -37,18 +46,23 @@ class Journal:
 
     Args:
         process: a name that no other process of the run has.
+        timed: consumers whose processed messages are kept, too.
     """
 
-    def __init__(self, folder: Path, process: str) -> None:
+    def __init__(self, folder: Path, process: str, *, timed: Collection[str] = ()) -> None:
+        self._timed = timed
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         self._file = os.open(folder / f"{process}.journal", flags, 0o600)
 
     def write(self, kind: str, *words: object) -> None:
-        line = "\t".join([f"{time.time():.3f}", kind, *(_word(word) for word in words)])
+        # not time.time(), which is wrong in a process whose clock is
+        line = "\t".join([f"{now():.6f}", kind, *(_word(word) for word in words)])
         os.write(self._file, f"{line}\n".encode())
 
     def observe(self, event: Event) -> None:
         """An observer of an App."""
+        if isinstance(event, MessageProcessed) and event.consumer not in self._timed:
+            return
         if isinstance(event, _KEPT):
             message_id = event.message_id if isinstance(event, MessageEvent) else ""
             why = getattr(event, "error", "") or getattr(event, "reason", "")
@@ -56,6 +70,11 @@ class Journal:
             self.write(
                 type(event).__name__, event.consumer or "", message_id or "", error_type, why
             )
+
+
+def now() -> float:
+    """Seconds since the epoch, whatever a fault has done to `time.time`."""
+    return time.clock_gettime(time.CLOCK_REALTIME)
 
 
 def _word(word: object) -> str:

@@ -1,4 +1,8 @@
-"""The page that shows the runs, between two marks, and the file beside it that keeps them by seed and pair."""
+"""The page that shows the runs, between two marks, and the file beside it that keeps them by seed and pair.
+
+A row of the file may have a `remark`, written by hand: why a run was red, where that was mended, how to run it again.
+A run with the same seed and pair takes the row's place.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +43,16 @@ def keep(result: Result, file: Path = FILE, page: Path = PAGE) -> None:
         "quarantined": checked.quarantined, "lost": checked.lost, "doubled": checked.doubled,
         "disordered": checked.disordered, "wrong": result.wrong,
     }  # fmt: skip
+    if result.elle:
+        row["elle"] = result.elle
     rows = [kept for kept in read(file) if _place(kept) != _place(row)]
     rows = sorted([*rows, row], key=_place)
     file.write_text("[\n" + ",\n".join(json.dumps(kept) for kept in rows) + "\n]\n")
+    write(rows, page)
+
+
+def write(rows: Sequence[Row], page: Path = PAGE) -> None:
+    """Write the page anew from the rows of the file."""
     before, _, rest = page.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     page.write_text("\n".join([before + BEGIN, "", *tables(rows), "", END + after]))
@@ -59,14 +70,23 @@ def _place(row: Row) -> tuple[str, str, int]:
 def tables(rows: Sequence[Row]) -> Iterator[str]:
     yield "## The runs"
     yield ""
-    yield f"| database | broker | seed | {' | '.join(_SUMMED)} | at the end |"
-    yield "|---|---|---|" + "---|" * (len(_SUMMED) + 1)
+    yield f"| database | broker | seed | {' | '.join(_SUMMED)} | Elle | at the end |"
+    yield "|---|---|---|" + "---|" * (len(_SUMMED) + 2)
     for row in rows:
         cells = " | ".join(f"{row[name]:,}" for name in _SUMMED)
         verdict = f"**{len(row['wrong'])} broken**" if row["wrong"] else "all invariants hold"
-        yield f"| {row['database']} | {row['broker']} | {row['seed']} | {cells} | {verdict} |"
-    sums = " | ".join(f"**{round(sum(row[name] for row in rows), 1):,}**" for name in _SUMMED)
-    yield f"| **all** | | | {sums} | |"
+        elle = row.get("elle", "")
+        yield f"| {row['database']} | {row['broker']} | {row['seed']} | {cells} | {elle} | {verdict} |"
+    yield f"| **all** | | | {_sums(rows, '**')} | | |"
+    yield ""
+    yield "## By database and broker"
+    yield ""
+    yield f"| | runs | {' | '.join(_SUMMED)} |"
+    yield "|---|---|" + "---|" * len(_SUMMED)
+    for target in ("database", "broker"):
+        for name in sorted({row[target] for row in rows}):
+            of_target = [row for row in rows if row[target] == name]
+            yield f"| {name} | {len(of_target)} | {_sums(of_target)} |"
     yield ""
     yield "## The faults"
     yield ""
@@ -84,9 +104,17 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
         for row in broken:
             for wrong in row["wrong"]:
                 yield f"- {row['database']} and {row['broker']}, seed {row['seed']}: {wrong[:300]}"
+            if remark := row.get("remark"):
+                yield f"    - {remark}"
     yield ""
     yield "## Versions"
     yield ""
     lines = {f"{row['versions']}: {row['date']}, commit `{row['commit']}`" for row in rows}
     for line in sorted(lines):
         yield f"- {line}"
+
+
+def _sums(rows: Sequence[Row], mark: str = "") -> str:
+    return " | ".join(
+        f"{mark}{round(sum(row[name] for row in rows), 1):,}{mark}" for name in _SUMMED
+    )

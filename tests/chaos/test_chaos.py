@@ -50,7 +50,7 @@ def bank_at_rest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bank")
     url = f"sqlite:///{folder}/chaos.db"
     payments, entries = RedisFeed("redis://", PAYMENTS), RedisFeed("redis://", ENTRIES)
-    journal = Journal(folder, "bank-1")
+    journal = Journal(folder, "bank-1", timed=workload.LISTS)
     numbers = [
         number
         for number in range(200)
@@ -82,7 +82,11 @@ def _wrong(bank: Path, folder: Path, *mutations: str) -> list[str]:
 
 def test_the_checker_has_nothing_to_say_of_a_good_run(bank_at_rest: Path, tmp_path: Path) -> None:
     assert _wrong(bank_at_rest, tmp_path) == []
-    assert '"append"' in (tmp_path / "elle.json").read_text()
+    # versions as they were appended, and as they are read at the end
+    history = (tmp_path / "elle.edn").read_text()
+    assert ":type :ok" in history
+    assert '[:append "version-' in history
+    assert history.splitlines()[-1].count("[1]") > 1
 
 
 _FIRST = "(SELECT min(message_id) FROM ledger WHERE consumer = 'inline')"
@@ -173,6 +177,9 @@ def test_a_run_is_kept_by_its_seed_and_pair(tmp_path: Path) -> None:
     assert "**1 broken**" in text
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
+    # a red row stays, with what was written about it by hand
+    (red, *_) = page.read(file)
+    assert "    - mended" in list(page.tables([{**red, "remark": "mended", "elle": "valid"}]))
 
 
 def test_the_command_runs_each_pair_and_keeps_it_at_once(

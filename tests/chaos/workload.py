@@ -48,6 +48,8 @@ CONSUMERS = {name: (name, "copy") if name == "inline" else (name,) for name in T
 CONSUMERS["odd"] = ("odd",)
 #: Consumers that the operator pauses.
 PAUSED = ("inline", "stored", "list")
+#: Consumers that append to lists.
+LISTS = ("list", "version")
 #: What staged a message for the second App.
 CHAINED = ("inline", "stored", "batch")
 Does = Literal[
@@ -256,16 +258,25 @@ def bank(plan: Plan, journal: Journal) -> App:
         app.outbox.stage(tx, "list", {"n": number}, type="list", key=message.key, ordered=True)
         book(tx, message)
 
+    def append_to(tx: Any, consumer: str, message: Message[Any]) -> None:
+        name, number = f"{consumer}-{message.key}", message.body["n"]
+        journal.write("append", name, number, consumer, message.id)
+        previous = _value(tx, "SELECT n FROM counter WHERE name = ?", name)
+        execute(
+            tx, "INSERT INTO appended (name, n, previous) VALUES (?, ?, ?)", name, number, previous
+        )
+        execute(tx, "UPDATE counter SET n = ? WHERE name = ?", number, name)
+
     @app.handler("list", type="list", consumer="list", retry=_RETRY, ordered=True)
     def listed(message: Message[dict[str, Any]], tx: Any) -> None:
-        _append(tx, f"list-{message.key}", message.body["n"])
+        append_to(tx, "list", message)
 
     @app.handler(
         topic, type="version", consumer="version", retry=_RETRY, sequence="body.n",
         gaps=GapPolicy(wait=timedelta(hours=5)),
     )  # fmt: skip
     def version(message: Message[dict[str, Any]], tx: Any) -> None:
-        _append(tx, f"version-{message.key}", message.body["n"])
+        append_to(tx, "version", message)
         book(tx, message)
 
     @app.handler(topic, type="odd", consumer="odd", retry=_RETRY)
@@ -305,12 +316,6 @@ def _value(tx: Any, sql: str, *params: object) -> Any:
         cursor.close()
 
 
-def _append(tx: Any, name: str, number: int) -> None:
-    previous = _value(tx, "SELECT n FROM counter WHERE name = ?", name)
-    execute(tx, "INSERT INTO appended (name, n, previous) VALUES (?, ?, ?)", name, number, previous)
-    execute(tx, "UPDATE counter SET n = ? WHERE name = ?", number, name)
-
-
 def books(plan: Plan, journal: Journal) -> App:
     """The second App: an entry for each booking of the first."""
     app = _app(plan, journal)
@@ -336,7 +341,7 @@ def run(plan: Plan) -> None:
     log = os.open(plan.folder / f"{plan.process}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    journal = Journal(plan.folder, plan.process)
+    journal = Journal(plan.folder, plan.process, timed=LISTS)
     journal.write("began", plan.role, os.getpid())
     # the harness asks those that are stuck where they are
     faulthandler.register(signal.SIGUSR1, all_threads=True)
