@@ -29,7 +29,10 @@ Row = Mapping[str, Any]
 
 
 def keep(result: Result, file: Path = FILE, page: Path = PAGE) -> None:
-    """Write a run into the file, in place of one with the same seed and pair, and the page anew."""
+    """Write a run into the file, in place of a green one with the same seed and pair, and the page anew.
+
+    What was broken stays, and is explained by a `remark` that is written into the file by hand.
+    """
     commit = subprocess.run(
         ["git", "rev-parse", "--short=12", "HEAD"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -45,7 +48,7 @@ def keep(result: Result, file: Path = FILE, page: Path = PAGE) -> None:
     }  # fmt: skip
     if result.elle:
         row["elle"] = result.elle
-    rows = [kept for kept in read(file) if _place(kept) != _place(row)]
+    rows = [kept for kept in read(file) if kept["wrong"] or _place(kept) != _place(row)]
     rows = sorted([*rows, row], key=_place)
     file.write_text("[\n" + ",\n".join(json.dumps(kept) for kept in rows) + "\n]\n")
     write(rows, page)

@@ -177,8 +177,10 @@ def test_a_run_is_kept_by_its_seed_and_pair(tmp_path: Path) -> None:
     assert "**1 broken**" in text
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
-    # a red row stays, with what was written about it by hand
-    (red, *_) = page.read(file)
+    # a red row stays beside the green one that follows, with what was written about it by hand
+    page.keep(result, file, shown)
+    (red, *rest) = page.read(file)
+    assert [(row["seed"], row["wrong"]) for row in rest] == [(7, []), (8, [])]
     assert "    - mended" in list(page.tables([{**red, "remark": "mended", "elle": "valid"}]))
 
 
