@@ -10,7 +10,12 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, TopicPartition
+from confluent_kafka import (
+    Consumer,
+    ConsumerGroupTopicPartitions,
+    KafkaException,
+    TopicPartition,
+)
 from confluent_kafka.admin import AdminClient
 
 from tests.support.backup import Backup
@@ -22,6 +27,7 @@ from tests.support.workers import run_of, running, worker
 from txbox import App, Message
 from txbox.brokers.base import Anchor, Delivery
 from txbox.brokers.kafka import Kafka
+from txbox.brokers.kafka import client as kafka_client
 from txbox.brokers.kafka import partitions as kafka_partitions
 from txbox.brokers.kafka import source as kafka_source
 from txbox.errors import ConfigurationError, Fault, StoreError
@@ -67,6 +73,17 @@ class Service:
     def produce(self, first: int, last: int) -> None:
         produce(self.bootstrap, self.topic, range(first, last))
 
+    def recreate(self) -> None:
+        admin = AdminClient({"bootstrap.servers": self.bootstrap})
+        admin.delete_topics([self.topic])[self.topic].result(DEADLINE_S)
+
+        def is_made() -> bool:
+            with suppress(KafkaException):
+                return bool(new_topic(self.bootstrap, name=self.topic))
+            return False  # its deletion is not over
+
+        eventually(is_made, "the topic, made again")
+
     def effects(self) -> dict[int, int]:
         with Raw(self.url) as raw:
             found = raw.rows("SELECT message_id, count(*) FROM effect GROUP BY message_id")
@@ -100,6 +117,7 @@ def backup(postgresql_url: str) -> Iterator[Backup]:
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kafka_partitions, "_CHECK_S", 0.5)
+    monkeypatch.setattr(kafka_client, "LOOK_S", 0.5)
 
 
 # -- whole workers ----------------------------------------------------------------------------
@@ -155,6 +173,26 @@ def test_lost_transactions_are_processed_again(
     else:
         # without anchors nobody knows: this is what the option is for
         assert shop.effects() == dict.fromkeys([*range(10), 30], 1)
+
+
+@pytest.mark.parametrize("when", ["stopped", "running"])
+def test_a_topic_made_again_has_anchors_of_its_own(
+    when: str, kafka_bootstrap: str, sqlite_url: str
+) -> None:
+    shop = Service(kafka_bootstrap, sqlite_url)
+    shop.produce(0, 5)
+    with shop.runs():
+        shop.has_committed(5)
+        if when == "running":
+            shop.recreate()
+            shop.produce(5, 15)
+            shop.has_committed(10)
+    if when == "stopped":
+        shop.recreate()
+        shop.produce(5, 15)
+        with shop.runs():
+            shop.has_committed(10)
+    shop.has(15)
 
 
 def test_a_failover_is_noticed_without_traffic(

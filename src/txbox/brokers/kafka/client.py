@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
@@ -16,6 +18,10 @@ from txbox.brokers.base import refuse
 from txbox.errors import BrokerUnavailable, ConfigurationError
 
 ASK_S = 5.0
+#: how often a member looks whether its topics are still the same
+LOOK_S = 5.0
+# an answer that takes longer may be waiting for a controller
+_CONTROLLER_S = 0.5
 _INTERNAL = "__"
 _DEFAULTS = {
     "auto.offset.reset": "earliest",
@@ -115,6 +121,12 @@ def checked_options(options: Mapping[str, Any], keywords: Mapping[str, Any]) -> 
     return defaults | given
 
 
+def is_cooperative(options: Mapping[str, Any]) -> bool:
+    """Whether a rebalance names only the partitions that come or go."""
+    protocol = str(options.get("group.protocol", "classic")).lower()
+    return protocol == "consumer" or "cooperative" in str(options.get(_STRATEGY))
+
+
 def producer_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the producer's options among those of Kafka(…), with its defaults.
 
@@ -164,6 +176,8 @@ _FORBIDDEN = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.CLUSTER_AUTHORIZATION_FAILED,
 }
+_TOO_OLD = {KafkaError.UNSUPPORTED_VERSION, KafkaError._UNSUPPORTED_FEATURE}  # noqa: SLF001
+_NO_TOPIC = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.UNKNOWN_TOPIC_ID}
 #: Not the business of a single connection: somebody must change rights, passwords or settings.
 REFUSALS = {
     *_FORBIDDEN,
@@ -207,32 +221,75 @@ def admin(given: Mapping[str, Any]) -> Any:
 
 
 class TopicIds:
-    """The UUIDs of topics; asks for each once."""
+    """The UUIDs of topics, by which a topic differs from a deleted one of its name."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
-        self._known: dict[str, str | None] = {}
+        # kept between questions: a client that is garbage collected never answers
+        self._admin: Any = None
+        self._asked: dict[str, Future[Any]] = {}
+        self._look_at = 0.0
+        self._hidden: set[str] = set()
 
-    def forget(self, topic: str) -> None:
-        self._known.pop(topic, None)
-
-    def uuid(self, topic: str) -> str | None:
-        """Return the topic's UUID; None if the broker is too old to have them, or does not reveal it.
+    def ask(self, topics: Iterable[str]) -> dict[str, str | None]:
+        """Return the UUIDs of those topics that exist; None where the brokers are too old to have them, or hide them.
 
         Raises:
             BrokerUnavailable: no broker answers.
         """
-        if topic not in self._known:
-            # kept in a variable: a client that is garbage collected never answers
-            asking = admin(self._config)
-            asked = asking.describe_topics(TopicCollection([topic]), request_timeout=ASK_S)
-            answer = _result_of(asked[topic], topic)
+        asked = self._request(topics)
+        if wait(asked.values(), _CONTROLLER_S).not_done:
+            cluster = _cluster(self._admin)
+            if cluster.controller_id not in cluster.brokers:
+                # only the controller is asked; messages can be read without one
+                return dict.fromkeys(asked)
+        return self._answers(asked)
+
+    def look(self, topics: Iterable[str]) -> dict[str, str | None]:
+        """Ask every few seconds without waiting; returns the answers once, in a call after they have come."""
+        if self._asked:
+            if not all(future.done() for future in self._asked.values()):
+                return {}
+            asked, self._asked = self._asked, {}
+            try:
+                return self._answers(asked)
+            except BrokerUnavailable as error:
+                _log.debug("It is not known whether topics are the same: %s", error)
+        elif time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_S
+            self._asked = self._request(topics)
+        return {}
+
+    def close(self) -> None:
+        self._admin, self._asked = None, {}
+
+    def _request(self, topics: Iterable[str]) -> dict[str, Future[Any]]:
+        names = sorted(set(topics))
+        if not names:
+            return {}
+        if self._admin is None:
+            self._admin = admin(self._config)
+        # its log and its oauth_cb are served here
+        self._admin.poll(0)
+        asked: dict[str, Future[Any]] = self._admin.describe_topics(
+            TopicCollection(names), request_timeout=ASK_S
+        )
+        return asked
+
+    def _answers(self, asked: Mapping[str, Future[Any]]) -> dict[str, str | None]:
+        uuids: dict[str, str | None] = {}
+        for topic, future in asked.items():
+            answer = _result_of(future, topic)
+            if answer is None:
+                continue
             if isinstance(answer, KafkaError):
-                _log.warning("Kafka does not reveal the UUID of %s: %s", topic, answer.str())
+                if topic not in self._hidden:
+                    _log.warning("Kafka does not reveal the UUID of %s: %s", topic, answer.str())
+                self._hidden.add(topic)
             uuid = "" if isinstance(answer, KafkaError) else str(answer.topic_id)
             # brokers older than topic ids answer with zeros
-            self._known[topic] = uuid if uuid.strip("A=") else None
-        return self._known[topic]
+            uuids[topic] = uuid if uuid.strip("A=") else None
+        return uuids
 
 
 def settings_of(
@@ -247,10 +304,7 @@ def settings_of(
         BrokerUnavailable: no broker answers.
     """
     asking = admin(config)
-    try:
-        there = asking.list_topics(timeout=ASK_S).topics
-    except KafkaException as error:
-        raise BrokerUnavailable(f"No Kafka broker answers ({text_of(error)}).") from error
+    there = _cluster(asking).topics
     if "*" in topics:
         topics = sorted(topic for topic in there if not topic.startswith(_INTERNAL))
     found: dict[str, dict[str, str] | KafkaError | None] = dict.fromkeys(topics)
@@ -259,19 +313,28 @@ def settings_of(
             answer = _result_of(future, resource.name)
             found[resource.name] = (
                 answer
-                if isinstance(answer, KafkaError)
+                if answer is None or isinstance(answer, KafkaError)
                 else {name: str(entry.value) for name, entry in answer.items()}
             )
     return found
 
 
+def _cluster(asking: Any) -> Any:
+    try:
+        return asking.list_topics(timeout=ASK_S)
+    except KafkaException as error:
+        raise BrokerUnavailable(f"No Kafka broker answers ({text_of(error)}).") from error
+
+
 def _result_of(future: Any, topic: str) -> Any:
-    """Wait for the cluster's answer about a topic; returns a KafkaError if this user may not ask."""
+    """Wait for the answer about a topic; a KafkaError if this user may not ask, None if there is no such topic."""
     try:
         return future.result(ASK_S + 1)
     except (KafkaException, TimeoutError) as error:
-        if isinstance(error, KafkaException) and error.args[0].code() in _FORBIDDEN:
+        if isinstance(error, KafkaException) and error.args[0].code() in _FORBIDDEN | _TOO_OLD:
             return error.args[0]
+        if isinstance(error, KafkaException) and error.args[0].code() in _NO_TOPIC:
+            return None
         raise BrokerUnavailable(
             f"Kafka does not describe the topic {topic} ({text_of(error)})."
         ) from error

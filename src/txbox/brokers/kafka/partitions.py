@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import confluent_kafka as client
-from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_INVALID, KafkaException, TopicPartition
 
 from txbox.boundaries import log as _log
 from txbox.brokers.base import Anchor, Anchors
 from txbox.brokers.kafka.client import ASK_S, TopicIds, text_of
-from txbox.errors import BrokerUnavailable, ConfigurationError
+from txbox.errors import BrokerUnavailable, ConfigurationError, StoreError
 
 _CHECK_S = 5.0
-_MARK = "txbox anchored"
+# how soon a partition that could not be placed is tried again
+_PLACE_S = 0.5
+#: The metadata of a commit is one of these and the topic's UUID; where it is anchored, also since which offset.
+_TOPIC, _ANCHORED = "txbox topic ", "txbox anchored "
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +38,10 @@ class Partition:
     """What was delivered from one partition since it was assigned, and how far it is settled without gaps.
 
     Args:
+        uuid: of the topic, as it was before reading began: what is read is of that topic, or of one made later under
+            its name. None if the broker does not tell.
         placed: it is known where reading starts; nothing is handed out before that.
-        moved: reading must restart elsewhere, although it is under way.
+        moved: reading must start elsewhere than where the client is.
         front: the last record below which everything is settled; asked: the one last sent for commit.
         jumped: the client may have jumped over messages before the next one.
         floor: the first offset since offsets have been anchored.
@@ -45,6 +50,7 @@ class Partition:
 
     topic: str
     number: int
+    uuid: str | None = None
     ours: bool = True
     delivered: int = 0
     waiting: deque[Record] = field(default_factory=deque[Record])
@@ -52,8 +58,8 @@ class Partition:
     asked: Record | None = None
     committed: Record | None = None
     last: int = -1
-    placed: bool = True
-    moved: bool = False
+    placed: bool = False
+    moved: bool = True
     jumped: bool = False
     floor: int | None = None
     anchor: Anchor | None = None
@@ -61,9 +67,12 @@ class Partition:
     def again(self) -> Partition:
         """Return the partition reset, to be read from elsewhere; what was delivered is forgotten."""
         return Partition(
-            self.topic, self.number, delivered=self.delivered,
+            self.topic, self.number, self.uuid, delivered=self.delivered,
             placed=self.placed, moved=self.moved, floor=self.floor, anchor=self.anchor,
         )  # fmt: skip
+
+    def at(self, offset: int) -> TopicPartition:
+        return TopicPartition(self.topic, self.number, offset)
 
     def deliver(self, offset: int, epoch: int | None, window: int) -> Record:
         record = Record(self, offset, epoch, self.delivered < window)
@@ -94,21 +103,34 @@ class Partition:
             self.committed if answered else self.asked
         )
 
-    def commit(self, mark: str) -> TopicPartition:
-        """Return the commit of the front, with the mark as its metadata."""
+    def commit(self, *, anchored: bool) -> TopicPartition:
+        """Return the commit of the front; its metadata says of which topic, and since which offset it is anchored."""
         assert self.front is not None, "only what is behind is committed"
         self.asked = self.front
+        mark = f"{_ANCHORED}{self.uuid} {self.floor}" if anchored else f"{_TOPIC}{self.uuid}"
+        if self.uuid is None:
+            mark = ""
         epoch = {} if self.front.epoch is None else {"leader_epoch": self.front.epoch}
         return TopicPartition(self.topic, self.number, self.front.offset + 1, mark, **epoch)
 
 
 class Assignment(dict[tuple[str, int], Partition]):
-    """The partitions that are ours, by topic and number; with `anchoring` their offsets are anchored."""
+    """The partitions that are ours, by topic and number; with `anchoring` their offsets are anchored.
 
-    anchoring: Anchoring | None = None
+    Guarantee: a commit names the topic of which everything below it is stored. A topic made again under that name is
+    read from its beginning, whatever was committed of the deleted one.
+
+    Source: docs/decisions/0061-topics-made-again.md
+    """
+
+    def __init__(self, group: str, topics: TopicIds, *, earliest: bool) -> None:
+        super().__init__()
+        self.anchoring: Anchoring | None = None
+        self._group, self._topics, self._earliest = group, topics, earliest
+        self._place_at = 0.0
 
     def add(self, topic: str, number: int) -> None:
-        self[topic, number] = Partition(topic, number, placed=self.anchoring is None)
+        self[topic, number] = Partition(topic, number)
 
     def known(self, partitions: Iterable[TopicPartition]) -> list[Partition]:
         keys = [
@@ -122,52 +144,191 @@ class Assignment(dict[tuple[str, int], Partition]):
         new = self[partition.topic, partition.number] = partition.again()
         return new
 
+    def doubt(self, partition: Partition) -> Partition:
+        """Replace a partition whose offsets start over; `place` finds out whether its topic was made again."""
+        new = self.replace(partition)
+        new.placed, self._place_at = False, 0.0
+        return new
+
     def forget(self, partitions: Iterable[Partition]) -> None:
         for partition in list(partitions):
             partition.ours = False
             self.pop((partition.topic, partition.number), None)
 
-    def read_again(self, lost: Iterable[Partition]) -> None:
-        """Forget what was delivered from partitions for which the database lost commits."""
-        for partition in lost:
-            new = self.replace(partition)
-            new.placed, new.moved, new.anchor = False, True, None
+    def read_again(self, partitions: Iterable[Partition]) -> None:
+        """Forget what was delivered: the database lost commits, or the topic was made again."""
+        for partition in partitions:
+            new = self.doubt(partition)
+            new.moved, new.anchor = True, None
 
     def check(self) -> None:
-        """Read again what the database has lost, as found by `Anchoring.check`; raises StoreError."""
+        """Every few seconds, read again what the database has lost, and topics made again; raises StoreError."""
+        uuids = self._topics.look(partition.topic for partition in self.values())
+        if uuids:
+            self.read_again(
+                [
+                    partition
+                    for partition in self.values()
+                    if partition.placed
+                    # also where it was not known until now
+                    and uuids.get(partition.topic) not in (None, partition.uuid)
+                ]
+            )
         if self.anchoring is not None:
             self.read_again(
                 self.anchoring.check([partition for partition in self.values() if partition.placed])
             )
 
+    def begin(
+        self, consumer: client.Consumer, partitions: Sequence[TopicPartition]
+    ) -> list[TopicPartition]:
+        """Return new partitions with the offsets to start at; without an answer, `place` seeks them later."""
+        starts: dict[tuple[str, int], TopicPartition] = {}
+        try:
+            for start in self._starts(consumer, self.known(partitions)):
+                start.apply(start.partition)
+                starts[start.at.topic, start.at.partition] = start.at
+        except (BrokerUnavailable, ConfigurationError, StoreError) as error:
+            # the next receive asks again, and raises this; nothing is handed out before
+            _log.info("It is not known yet where reading starts: %s", error)
+        return [starts.get((each.topic, each.partition), each) for each in partitions]
+
     def place(self, consumer: client.Consumer) -> None:
-        """Determine where reading of new partitions starts; raises what `Anchoring.place` raises."""
-        if self.anchoring is None:
-            return
+        """Determine where reading of the other partitions starts, and seek there.
+
+        One that cannot be sought yet, or whose topic is gone, stays unplaced.
+
+        Raises:
+            BrokerUnavailable, StoreError: no answer; nothing may be handed out until there is one.
+        """
         unplaced = [partition for partition in self.values() if not partition.placed]
-        if unplaced:
-            for partition in self.anchoring.place(consumer, unplaced):
-                self.replace(partition)
+        if not unplaced or time.monotonic() < self._place_at:
+            return
+        for start in self._starts(consumer, unplaced):
+            partition = start.partition
+            if start.at.offset != OFFSET_INVALID:
+                try:
+                    consumer.seek(start.at)
+                except KafkaException as error:
+                    # not being read yet, or no longer ours
+                    _log.info(
+                        "%s[%d] is not sought yet: %s",
+                        partition.topic, partition.number, text_of(error),
+                    )  # fmt: skip
+                    continue
+                # what was received before the seek, and not handed out, comes again or is of the deleted topic
+                partition.delivered -= len(partition.waiting)
+                partition = self.replace(partition)
+            start.apply(partition)
+        if not all(partition.placed for partition in self.values()):
+            self._place_at = time.monotonic() + _PLACE_S
+
+    def _starts(
+        self, consumer: client.Consumer, partitions: Sequence[Partition]
+    ) -> Iterator[Start]:
+        """Yield where reading starts, for those whose topic exists.
+
+        First the UUID, then the commit, then reading: what is read then is of this topic or of a later one,
+        which the next look or the next assignment tells from it.
+        """
+        uuids = self._topics.ask(partition.topic for partition in partitions)
+        moved: list[Partition] = []
+        for partition in partitions:
+            if partition.topic not in uuids:
+                continue
+            if partition.moved or _differ(partition.uuid, uuids[partition.topic]):
+                moved.append(partition)
+            else:
+                # only its log was truncated: the client has found where it goes on
+                at = partition.at(OFFSET_INVALID)
+                yield Start(partition, at, partition.uuid, partition.floor, partition.anchor)
+        if not moved:
+            return
+        commits = _committed(consumer, moved)
+        anchors: Sequence[Anchor | None] = [None] * len(moved)
+        if self.anchoring is not None:
+            anchors = self.anchoring.read(moved, uuids)
+        for partition, commit, anchor in zip(moved, commits, anchors, strict=True):
+            yield self._start(partition, uuids[partition.topic], commit, anchor)
+
+    def _start(
+        self, partition: Partition, uuid: str | None, commit: TopicPartition, anchor: Anchor | None
+    ) -> Start:
+        marked, floor = _marked(commit.metadata)
+        # if it is not known now, a later look compares with what it was
+        uuid = uuid or partition.uuid or marked
+        position = None if anchor is None else anchor.position
+        if _differ(marked, uuid) or (_differ(partition.uuid, uuid) and marked != uuid):
+            _log.warning(
+                "%s was deleted and made again: group %s reads partition %d from its beginning (committed: %d).",
+                partition.topic, self._group, partition.number, commit.offset,
+            )  # fmt: skip
+            at = partition.at(OFFSET_BEGINNING if position is None else position)
+            return Start(partition, at, uuid, 0, anchor)
+        at, again = commit, partition.uuid is not None
+        if commit.offset < 0:
+            # an operator who deletes offsets wants what auto.offset.reset says, not the anchors
+            floor = partition.floor if again or not self._earliest else None
+            start = floor if position is None or not again else position
+            if start is None:
+                start = OFFSET_BEGINNING if self._earliest else OFFSET_INVALID
+            at = partition.at(start)
+        elif floor is not None and self.anchoring is not None:
+            lowest = floor if position is None else position
+            if lowest < commit.offset:
+                at, again = partition.at(lowest), True
+        else:
+            # a commit that is not anchored (by an operator, say) does not rely on the database
+            floor = commit.offset
+        if again and self.anchoring is not None:
+            _log.error(
+                "The database was restored, failed over or restarted: group %s reads %s[%d] again from offset %d "
+                "(committed: %d). Messages the database still has will be duplicates.",
+                self._group, partition.topic, partition.number, at.offset, commit.offset,
+            )  # fmt: skip
+        return Start(partition, at, uuid, floor, anchor)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where reading of a partition starts (OFFSET_INVALID: where the client is), and what is known of it then."""
+
+    partition: Partition
+    at: TopicPartition
+    uuid: str | None
+    floor: int | None
+    anchor: Anchor | None
+
+    def apply(self, partition: Partition) -> None:
+        partition.uuid, partition.floor, partition.anchor = self.uuid, self.floor, self.anchor
+        partition.placed, partition.moved = True, False
 
 
 class Anchoring:
-    """Keeps each partition's front in the database, and decides where reading starts.
+    """Keeps each partition's front in the database.
 
     Guarantee: a front is stored only in a database that still has everything it covers.
 
     Source: docs/decisions/0016-anchored-offsets.md
     """
 
-    def __init__(self, group: str, anchors: Anchors, topics: TopicIds) -> None:
+    def __init__(self, group: str, anchors: Anchors) -> None:
         self._group = group
         self._anchors = anchors
-        self._topics = topics
         self._check_at = 0.0
+
+    def read(
+        self, partitions: Sequence[Partition], uuids: Mapping[str, str | None]
+    ) -> list[Anchor]:
+        """Return the anchors of partitions whose topics have these UUIDs; raises StoreError."""
+        names = [self._name(partition, uuids[partition.topic]) for partition in partitions]
+        stored = self._anchors.read(names)
+        return [stored[name] for name in names]
 
     def advance(self, partitions: Sequence[Partition]) -> list[Partition]:
         """Store the fronts; returns the partitions for which the database has lost something."""
         moves = {
-            self._name(partition): (partition.front.offset + 1, partition.anchor)
+            self._name(partition, partition.uuid): (partition.front.offset + 1, partition.anchor)
             for partition in partitions
             if partition.front is not None and partition.anchor is not None
         }
@@ -184,7 +345,7 @@ class Anchoring:
     def _compared(
         self, partitions: Sequence[Partition], moves: dict[str, tuple[int, Anchor]] | None
     ) -> list[Partition]:
-        names = [self._name(partition) for partition in partitions]
+        names = [self._name(partition, partition.uuid) for partition in partitions]
         found = self._anchors.read(names) if moves is None else self._anchors.advance(moves)
         lost: list[Partition] = []
         for partition, name in zip(partitions, names, strict=True):
@@ -195,70 +356,7 @@ class Anchoring:
                 partition.anchor = found[name]
         return lost
 
-    def mark(self, partition: Partition) -> str:
-        """Return the metadata of a commit: that it is anchored, and since which offset."""
-        return f"{_MARK} {self._topics.uuid(partition.topic)} {partition.floor}"
-
-    def place(self, consumer: client.Consumer, partitions: Sequence[Partition]) -> list[Partition]:
-        """Determine where reading starts, and seek there; returns the partitions that were sought.
-
-        What was received from those before must be forgotten. A partition that cannot be sought yet
-        stays unplaced.
-
-        Raises:
-            BrokerUnavailable, StoreError: no answer; nothing may be handed out until there is one.
-        """
-        names = [self._name(partition) for partition in partitions]
-        committed = _committed(consumer, partitions)
-        found = self._anchors.read(names)
-        sought: list[Partition] = []
-        for partition, name, group in zip(partitions, names, committed, strict=True):
-            anchor = found[name]
-            offset = group.offset if group.offset >= 0 else None
-            floor = self._floor(partition, group.metadata)
-            start = offset
-            if offset is None:
-                start = partition.floor if anchor.position is None else anchor.position
-            elif floor is not None:
-                # a commit without the mark (by an operator, say) does not rely on the database
-                start = min(offset, floor if anchor.position is None else anchor.position)
-            if start is not None and (partition.moved or (offset is not None and start < offset)):
-                if not self._sought(consumer, partition, start, offset):
-                    continue
-                sought.append(partition)
-            if floor is None:
-                floor = partition.floor if offset is None else offset
-            partition.floor, partition.anchor = floor, anchor
-            partition.placed, partition.moved = True, False
-        return sought
-
-    def _sought(
-        self, consumer: client.Consumer, partition: Partition, start: int, committed: int | None
-    ) -> bool:
-        try:
-            consumer.seek(TopicPartition(partition.topic, partition.number, start))
-        except KafkaException as error:
-            # not being read yet, or no longer ours
-            _log.info(
-                "%s[%d] is not sought yet: %s", partition.topic, partition.number, text_of(error)
-            )
-            return False
-        _log.error(
-            "The database was restored, failed over or restarted: group %s reads %s[%d] again from offset %d "
-            "(committed: %s). Messages the database still has will be duplicates.",
-            self._group, partition.topic, partition.number, start, committed,
-        )  # fmt: skip
-        return True
-
-    def _floor(self, partition: Partition, metadata: str | None) -> int | None:
-        """Return the offset since which everything is anchored; None if the commit was not an anchored one."""
-        mark, _, floor = (metadata or "").rpartition(" ")
-        if mark != f"{_MARK} {self._topics.uuid(partition.topic)}" or not floor.isdecimal():
-            return None
-        return int(floor)
-
-    def _name(self, partition: Partition) -> str:
-        uuid = self._topics.uuid(partition.topic)
+    def _name(self, partition: Partition, uuid: str | None) -> str:
         if uuid is None:
             raise ConfigurationError(
                 f"Kafka(anchored=True) needs the UUID of {partition.topic}: allow the client to "
@@ -267,10 +365,24 @@ class Anchoring:
         return f"kafka:{self._group}:{uuid}:{partition.number}"
 
 
+def _differ(uuid: str | None, other: str | None) -> bool:
+    """Whether these are two topics, as far as is known."""
+    return uuid is not None and other is not None and uuid != other
+
+
+def _marked(metadata: str | None) -> tuple[str | None, int | None]:
+    """Return the topic's UUID and the floor in a commit's metadata; None for each that is not there."""
+    for kind in (_TOPIC, _ANCHORED):
+        if metadata and metadata.startswith(kind):
+            uuid, _, floor = metadata.removeprefix(kind).partition(" ")
+            return uuid, int(floor) if floor.isdecimal() else None
+    return None, None
+
+
 def _committed(
     consumer: client.Consumer, partitions: Iterable[Partition]
 ) -> Sequence[TopicPartition]:
-    asked = [TopicPartition(partition.topic, partition.number) for partition in partitions]
+    asked = [partition.at(OFFSET_INVALID) for partition in partitions]
     try:
         found = consumer.committed(asked, timeout=ASK_S)
     except KafkaException as error:

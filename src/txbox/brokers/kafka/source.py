@@ -27,6 +27,7 @@ from txbox.brokers.kafka.client import (
     TopicIds,
     checked_options,
     consumer_options,
+    is_cooperative,
     settings_of,
     text_of,
 )
@@ -51,6 +52,7 @@ _MISSING_S = 30.0
 #: every topic except internal ones, whose names begin with two underscores
 _ALL_TOPICS = "^_?[^_].*"
 _MAX_POLL_MS = 300_000
+_EARLIEST = {"earliest", "smallest", "beginning"}
 
 
 class Kafka(Source):
@@ -114,7 +116,11 @@ class Kafka(Source):
         self._topic_ids = TopicIds(self._config)
         self._consumer: client.Consumer | None = None
         self._in_flight: InFlight | None = None
-        self._partitions = Assignment()
+        self._partitions = Assignment(
+            self._group,
+            self._topic_ids,
+            earliest=str(self._config["auto.offset.reset"]) in _EARLIEST,
+        )
         self._held: deque[tuple[client.Message, Record]] = deque()
         self._trouble: KafkaError | None = None
         self._refusal: KafkaError | None = None
@@ -171,7 +177,7 @@ class Kafka(Source):
                 raise ConfigurationError(
                     "Kafka(anchored=True) needs a worker that keeps anchors: run it with txbox run."
                 )
-            self._partitions.anchoring = Anchoring(self._group, progress.anchors, self._topic_ids)
+            self._partitions.anchoring = Anchoring(self._group, progress.anchors)
         self._closing = self._paused = False
         # the first receive finds out whether a broker answers
         self._away = True
@@ -200,7 +206,7 @@ class Kafka(Source):
         self._partitions.check()
         self._check_missing()
         self._resume()
-        if not self._held:
+        if not any(record.partition.placed for _, record in self._held):
             # consume() would wait for a whole batch: wait for one message, then take what is there
             first = consumer.poll(wait_s)
             if first is not None:
@@ -240,6 +246,7 @@ class Kafka(Source):
             self._partitions.forget(self._partitions.values())
             self._held.clear()
             consumer.close()
+            self._topic_ids.close()
 
     # -- messages and errors ------------------------------------------------------------------
 
@@ -258,8 +265,7 @@ class Kafka(Source):
                 return
             if offset <= partition.last:
                 # the log was truncated, or the topic made again: what is in flight belongs to another past
-                self._topic_ids.forget(topic)
-                partition = self._partitions.replace(partition)
+                partition = self._partitions.doubt(partition)
             if self._client_log.jumped or partition.jumped:
                 self._check_jump(partition, offset)
             record = partition.deliver(offset, raw.leader_epoch(), self._window)
@@ -315,34 +321,16 @@ class Kafka(Source):
     def _handed_out(self, messages_max: int) -> list[Delivery]:
         found: list[Delivery] = []
         kept: list[tuple[client.Message, Record]] = []
-        try:
-            while self._held and len(found) < messages_max:
-                raw, record = self._held[0]
-                if record.partition.ours and not record.partition.placed:
-                    kept.append(self._held[0])
-                elif record.partition.ours:
-                    delivery = delivery_of(raw, record, self.name)
-                    self._add_weak_id(delivery, record)
-                    found.append(delivery)
-                self._held.popleft()
-        except BrokerUnavailable:
-            if not found:
-                raise
-        finally:
-            self._held.extendleft(reversed(kept))
+        while self._held and len(found) < messages_max:
+            raw, record = self._held.popleft()
+            if record.partition.ours and not record.partition.placed:
+                kept.append((raw, record))
+            elif record.partition.ours:
+                delivery = delivery_of(raw, record, self.name)
+                _add_weak_id(delivery, record)
+                found.append(delivery)
+        self._held.extendleft(reversed(kept))
         return found
-
-    def _add_weak_id(self, delivery: Delivery, record: Record) -> None:
-        """Give a message without any other id a weak one; only then, because it takes a request."""
-        message = delivery.message
-        if message is None or message.headers.get("message-id"):
-            return
-        try:
-            message_id(message)
-        except UnusableMessage:
-            if (uuid := self._topic_ids.uuid(delivery.topic)) is not None:
-                weak_id = f"{uuid}/{record.partition.number}/{record.offset}"
-                delivery.message = replace(message, origin={**message.origin, "weak_id": weak_id})
 
     def _on_client_error(self, error: KafkaError) -> None:
         """Called by the client during poll. Failures of single connections are its own business."""
@@ -455,10 +443,7 @@ class Kafka(Source):
             lost = anchoring.advance(behind)
             self._partitions.read_again(lost)
             behind = [partition for partition in behind if partition not in lost]
-        offsets = [
-            partition.commit("" if anchoring is None else anchoring.mark(partition))
-            for partition in behind
-        ]
+        offsets = [partition.commit(anchored=anchoring is not None) for partition in behind]
         if not offsets:
             return
         try:
@@ -498,7 +483,7 @@ class Kafka(Source):
 
     # -- rebalances: called by the client inside poll, consume and close ----------------------
 
-    def _assigned(self, _: client.Consumer, partitions: list[TopicPartition]) -> None:
+    def _assigned(self, consumer: client.Consumer, partitions: list[TopicPartition]) -> None:
         self._tell("assigned", partitions)
         # a partition that was paused when it was lost comes back paused; the next receive resumes all
         self._paused = True
@@ -507,7 +492,11 @@ class Kafka(Source):
                 # lost without notice: reading restarts at the last commit
                 self._partitions.forget([old])
             self._partitions.add(topic_partition.topic, topic_partition.partition)
-            self._topic_ids.forget(topic_partition.topic)
+        starts = self._partitions.begin(consumer, partitions)
+        if is_cooperative(self._config):
+            consumer.incremental_assign(starts)
+        else:
+            consumer.assign(starts)
 
     def _revoked(self, consumer: client.Consumer, partitions: list[TopicPartition]) -> None:
         self._tell("revoked", partitions)
@@ -544,6 +533,18 @@ class Kafka(Source):
 def _settle(deliveries: Iterable[Delivery]) -> None:
     for delivery in deliveries:
         delivery.tag.partition.settle(delivery.tag)
+
+
+def _add_weak_id(delivery: Delivery, record: Record) -> None:
+    """Give a message without any other id a weak one."""
+    message, uuid = delivery.message, record.partition.uuid
+    if uuid is None or message is None or message.headers.get("message-id"):
+        return
+    try:
+        message_id(message)
+    except UnusableMessage:
+        weak_id = f"{uuid}/{record.partition.number}/{record.offset}"
+        delivery.message = replace(message, origin={**message.origin, "weak_id": weak_id})
 
 
 def delivery_of(raw: client.Message, record: Record, source: str) -> Delivery:
