@@ -47,9 +47,9 @@ def admin(shop: Shop) -> Iterator[Admin]:
         yield made
 
 
-def replaced(admin: Admin) -> list[Any]:
+def replaced(admin: Admin, status: str = "replaced") -> list[Any]:
     where = QuarantineFilter(consumer=CONSUMER, message_id="m1")
-    return [row for row in admin.show(where, reveal=True) if row.status == "replaced"]
+    return [row for row in admin.show(where, reveal=True) if row.status == status]
 
 
 def test_a_dead_message_is_corrected_and_runs(shop: Shop, admin: Admin) -> None:
@@ -98,6 +98,28 @@ def test_what_is_edited_twice_keeps_both_versions(shop: Shop, admin: Admin) -> N
     for payload in (b'{"cents": null}', RIGHT, WRONG):
         admin.edit(CONSUMER, "m1", payload=payload)
     assert {row.payload for row in replaced(admin)} == {WRONG, b'{"cents": null}', RIGHT}
+
+
+def test_a_stranger_with_what_an_operator_has_replaced_is_set_aside(
+    shop: Shop, admin: Admin
+) -> None:
+    """A known id with another payload waits for a decision, although the same bytes stood in the row for a while."""
+    strict(shop)
+    wrote = b'{"cents": null}'
+    shop.deliver(paid("m1", WRONG))
+    for payload in (wrote, RIGHT):
+        admin.edit(CONSUMER, "m1", payload=payload)
+    late = paid("m1", wrote, key="other", content_type="text/plain")
+    assert shop.deliver(late) is Outcome.QUARANTINED
+    (waiting,) = replaced(admin, "quarantined")
+    assert (waiting.payload, waiting.seen) == (wrote, 2)
+    assert (waiting.key, waiting.content_type) == ("other", "text/plain")
+    assert "edited by" not in str(waiting.reason)
+    assert {row.payload for row in replaced(admin)} == {WRONG}
+    # and it stays so: the next edit that replaces these bytes takes it from nobody
+    admin.edit(CONSUMER, "m1", payload=wrote)
+    admin.edit(CONSUMER, "m1", payload=RIGHT)
+    assert len(replaced(admin, "quarantined")) == 1
 
 
 def test_of_two_who_expect_a_version_one_edits_it(shop: Shop, admin: Admin) -> None:

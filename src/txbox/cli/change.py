@@ -654,7 +654,7 @@ def _message(args: argparse.Namespace) -> Message[Any]:
         try:
             json.loads(payload)
             content_type = "application/json"
-        except ValueError:
+        except (ValueError, RecursionError):
             if args.data is not None:
                 raise ConfigurationError(
                     "--data is not JSON: quote it for the shell, or give --content-type text/plain for other data."

@@ -61,11 +61,13 @@ UPDATE txbox_inbox
 [durable]
 
 -- fragment: anew column
-[column] = CASE WHEN txbox_quarantine.message_id = '' THEN [new [column]] ELSE txbox_quarantine.[column] END
+[column] = CASE WHEN txbox_quarantine.message_id = '' OR txbox_quarantine.status = 'replaced' THEN [new [column]]
+                  ELSE txbox_quarantine.[column] END
 
 -- name: quarantine
 -- The same message again only increments the counter. Without an id an equal one may be another message: it takes the
--- row anew, so that it is not lost where somebody has already decided on the one before.
+-- row anew, so that it is not lost where somebody has already decided on the one before; so does one that an edit has
+-- put there, as nobody has decided on it. MySQL assigns from left to right: the status comes last.
 INSERT INTO txbox_quarantine (consumer, message_id, hash, reason, topic, type, [key],
                               content_type, headers, origin, payload, key_id, kept_bytes)
 VALUES (:consumer::text, :message_id::text, :hash::bytea, :reason::text, :topic::text, :type::text, :key::text,
@@ -73,7 +75,8 @@ VALUES (:consumer::text, :message_id::text, :hash::bytea, :reason::text, :topic:
         coalesce(length(:payload::bytea), 0))
 [on_conflict txbox_quarantine, consumer, message_id, hash]
        seen = txbox_quarantine.seen + 1, updated_at = [stable_now],
-       [anew status], [anew headers], [anew payload], [anew kept_bytes], [anew key_id]
+       [anew reason], [anew topic], [anew type], [anew [key]], [anew content_type], [anew headers], [anew origin],
+       [anew payload], [anew kept_bytes], [anew key_id], [anew status]
 [durable]
 
 -- name: record_attempt

@@ -138,10 +138,15 @@ def read_messages(path: Path) -> list[Message[Any]]:
     """Read messages from a file of JSON lines: topic, id, and body (JSON) or payload (text), type, key, headers.
 
     Raises:
-        ConfigurationError: a line is something else.
+        ConfigurationError: a line is something else, or the file cannot be read.
     """
     messages: list[Message[Any]] = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    try:
+        # JSON may have other line ends, such as U+2028, inside a text
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -151,7 +156,7 @@ def read_messages(path: Path) -> list[Message[Any]]:
             payload = json.dumps(body).encode() if text is None else str(text).encode()
             headers = tuple(dict(fields.pop("headers", {})).items())
             messages.append(Message(payload=payload, headers=headers, **fields))
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigurationError(
                 f'Line {number} of {path} is no message ({error}): write {{"id": "…", "topic": "…", "body": …}}.'
             ) from None
