@@ -853,10 +853,7 @@ _LEASES = (
         "if handler.options.in_order and not arrival.message_id:",
         model=_NO_KEYS,
         machine=_ONE_AT_A_TIME,
-        tests=pytest_of(
-            "store/test_order_held_keys.py::test_a_head_that_another_process_has_holds_its_key_in_a_batch",
-            only=_PG,
-        ),
+        tests=pytest_of("store/test_order_held_keys.py::test_a_head_that_another_process_has_holds_its_key_in_a_batch"),
         sweep=_ONE_TOPIC,
         chaos="its ordered messages come from the outbox, and are rows from the start",
     ),
@@ -883,10 +880,8 @@ _RELAY = (
         "relay-beyond-the-last",
         "A relay never looks before the last row it has seen, where a transaction may still commit one.",
         "store/outbox.py",
-        "after_at, after_number = self._after",
-        'self._furthest = max(getattr(self, "_furthest", _START), self._after,\n'
-        "                             key=lambda at: at[0] and (1, *at) or (0,))\n"
-        "        after_at, after_number = self._furthest",
+        "if not look.more:\n                self._after = _START",
+        'if not look.more:\n                self._back_at = float("inf")',
         model=Defect("relay", "BEYOND_THE_LAST"),
         machine=_NO_OUTBOX,
         tests=pytest_of("worker/test_relay.py::test_a_row_that_commits_late_is_not_skipped", only=_PG),

@@ -226,6 +226,12 @@ async def kept_socket(message: Message[Any], tx: Any) -> None:
     _kept[0].send(b"charge")  # wrong
 
 
+@wrong("outside")
+async def scattered(message: Message[Any], tx: Any) -> None:
+    _kept[0].sendmsg([b"char", b"ge"])  # wrong
+    await book(message, tx)
+
+
 @wrong("outside", ASYNC_ONLY)
 async def stream(message: Message[Any], tx: Any) -> None:
     await book(message, tx)
@@ -292,6 +298,19 @@ async def shell(message: Message[Any], tx: Any) -> None:
     await book(message, tx)
 
 
+@wrong("outside")
+async def pipe(message: Message[Any], tx: Any) -> None:
+    await book(message, tx)
+    os.popen("true").close()  # noqa: ASYNC220  # wrong
+
+
+@wrong("outside")
+async def spawns(message: Message[Any], tx: Any) -> None:
+    await book(message, tx)
+    number = os.posix_spawn("/bin/true", ["true"], {})  # noqa: ASYNC221  # wrong
+    os.waitpid(number, 0)  # noqa: ASYNC222
+
+
 @wrong("outside", CORE)
 async def second_connection(message: Message[Any], tx: Any) -> None:
     with sqlite3.connect(DIRECTORY / "other.db") as other:  # wrong
@@ -306,6 +325,20 @@ async def same_database(message: Message[Any], tx: Any) -> None:
         if other.product == "sqlite":
             other.execute("PRAGMA busy_timeout = 100")
         other.execute("INSERT INTO event (mid) VALUES (?)", (f"{message.id}-{uuid.uuid4()}",))
+    await book(message, tx)
+
+
+@wrong("outside")
+async def second_transaction(message: Message[Any], tx: Any) -> None:
+    await book(message, tx)
+    with App(DATABASE_URL) as other, other.transaction() as more:  # wrong
+        _q(more, "SELECT balance FROM account")
+
+
+@wrong("outside")
+async def kept_connection(message: Message[Any], tx: Any) -> None:
+    _kept[2].execute("INSERT INTO charge VALUES (?)", (message.id,))
+    _kept[2].commit()  # wrong
     await book(message, tx)
 
 
@@ -350,6 +383,20 @@ async def with_block(message: Message[Any], tx: Any) -> None:
         await book(message, tx)
 
 
+@wrong("commit")
+async def rolls_back_by_statement(message: Message[Any], tx: Any) -> None:
+    await book(message, tx)
+    await q(tx, "/* undo */ rollback")  # wrong
+
+
+@wrong("commit")
+async def begins_anew(message: Message[Any], tx: Any) -> None:
+    await book(message, tx)
+    await q(tx, "commit")  # wrong
+    await q(tx, "begin")
+    await q(tx, "UPDATE account SET balance = balance - 1 WHERE name = 'shop'")
+
+
 # -- wrong: an error of the database ------------------------------------------------------------
 
 
@@ -390,6 +437,32 @@ async def returns_instead(message: Message[Any], tx: Any) -> None:
         return
     finally:
         logging.getLogger(__name__).debug("done")
+
+
+@wrong("swallowed")
+async def returns_at_last(message: Message[Any], tx: Any) -> None:
+    try:
+        await book(message, tx)  # wrong
+    finally:
+        return  # noqa: B012
+
+
+@wrong("swallowed")
+async def exit_stack(message: Message[Any], tx: Any) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.push(lambda *raised: True)
+        await q(tx, "INSERT INTO ledger (mid) VALUES (?)", message.id)  # wrong
+
+
+@wrong("swallowed")
+async def asks_first(message: Message[Any], tx: Any) -> None:
+    try:
+        rows = await q(tx, "SELECT mid FROM event WHERE mid = ?", message.id)  # wrong
+    except Exception:  # noqa: BLE001
+        rows = []
+    if not rows:
+        with contextlib.suppress(Exception):
+            await q(tx, "INSERT INTO event (mid) VALUES (?)", message.id)
 
 
 # -- wrong: what outlives the call --------------------------------------------------------------
@@ -545,6 +618,42 @@ async def remaining(message: Message[Any], tx: Any) -> None:
 async def last_wins(message: Message[Any], tx: Any) -> None:
     amount = message.body["amount"]
     await q(tx, "UPDATE account SET balance = ? WHERE name = 'shop'", amount)  # wrong
+
+
+@wrong("order")
+async def highest(message: Message[Any], tx: Any) -> None:
+    ((number,),) = await q(tx, "SELECT coalesce(max(amount), 0) + 1 FROM ledger")  # wrong
+    await q(tx, "INSERT INTO ledger (mid, amount) VALUES (?, ?)", message.id, number)
+
+
+@wrong("order")
+async def newest(message: Message[Any], tx: Any) -> None:
+    rows = await q(tx, "SELECT mid FROM ledger ORDER BY number DESC LIMIT 1")  # wrong
+    await book(message, tx, f"after {rows}")
+
+
+@wrong("order")
+async def counts_in_sql(message: Message[Any], tx: Any) -> None:
+    insert = "INSERT INTO ledger (mid, amount) SELECT ?, count(*) FROM account, ledger"
+    await q(tx, insert, message.id)  # wrong
+
+
+@wrong("order")
+async def overwrites(message: Message[Any], tx: Any) -> None:
+    update = "UPDATE account SET balance = ? + 1 - 1 WHERE name = 'shop'"
+    await q(tx, update, message.body["amount"])  # wrong
+
+
+@wrong("order")
+async def keeps_first(message: Message[Any], tx: Any) -> None:
+    insert = "INSERT INTO event (mid) SELECT ? FROM account WHERE NOT EXISTS (SELECT 1 FROM event)"
+    await q(tx, insert, message.id)  # wrong
+
+
+@wrong("order")
+async def keeps_last(message: Message[Any], tx: Any) -> None:
+    await q(tx, "DELETE FROM event")  # wrong
+    await q(tx, "INSERT INTO event (mid) VALUES (?)", message.id)
 
 
 # -- right --------------------------------------------------------------------------------------
@@ -720,6 +829,27 @@ async def from_the_message(message: Message[Any], tx: Any) -> None:
     await q(tx, "INSERT INTO event (mid, made_at) VALUES (?, ?)", message.id, str(date(2026, 1, 2)))
 
 
+#: Of each wrong one of CORE, others that make the same mistake in another way: `prove` was not written for these.
+VARIANTS = {
+    "http": ("http_client", "stream", "in_a_thread"),
+    "raw_socket": ("datagram", "kept_socket", "scattered"),
+    "appends": ("path_writes", "descriptor", "kept_file", "copies", "makes_directory"),
+    "program": ("shell", "pipe", "spawns"),
+    "second_connection": ("same_database", "second_transaction", "kept_connection"),
+    "commits": ("commits_quietly", "rolls_back", "with_block"),
+    "commits_by_statement": ("script", "rolls_back_by_statement", "begins_anew"),
+    "swallows": ("tries_again", "returns_instead", "asks_first"),
+    "suppresses": ("returns_at_last", "exit_stack", "tries_again"),
+    "thread": ("timer", "job", "task", "in_an_executor"),
+    "random_id": ("token", "urandom", "rare", "choice", "staged_id", "counter"),
+    "now": ("today", "module_clock", "epoch", "imported_clock", "formatted", "duration"),
+    "counts": ("remaining", "highest", "newest", "counts_in_sql"),
+    "last_wins": ("overwrites", "keeps_first", "keeps_last"),
+}
+#: They wait for locks of their own.
+SLOW = {"second_transaction"}
+
+
 def open_outside(directory: Path, port: int, url: str, app: App) -> None:
     """What handlers find: a port of HTTP, files, a socket and a file that are open already."""
     names = {"HTTP_PORT": port, "DIRECTORY": directory, "DATABASE_URL": url, "APP": app}
@@ -728,10 +858,12 @@ def open_outside(directory: Path, port: int, url: str, app: App) -> None:
     _kept[:] = [
         socket.create_connection(("127.0.0.1", port)),
         (directory / "kept.txt").open("a"),
+        sqlite3.connect(directory / "kept.db", check_same_thread=False),
     ]
+    _kept[2].execute("CREATE TABLE charge (mid)")
 
 
 def close_outside() -> None:
-    for each in _kept[:2]:
+    for each in _kept[:3]:
         each.close()
     _kept.clear()

@@ -16,7 +16,16 @@ import pytest
 
 from tests.support import proofs
 from tests.support.databases import NewDatabase, Raw
-from tests.support.proofs import ASYNC_ONLY, CORE, MESSAGES, RIGHT, SYNC_ONLY, WRONG
+from tests.support.proofs import (
+    ASYNC_ONLY,
+    CORE,
+    MESSAGES,
+    RIGHT,
+    SLOW,
+    SYNC_ONLY,
+    VARIANTS,
+    WRONG,
+)
 from txbox import App, ConfigurationError, Message
 from txbox.cli import main
 from txbox.testing import prove
@@ -84,7 +93,21 @@ def _judge(name: str, report: Report) -> None:
         assert report.ok, report
 
 
-@pytest.mark.parametrize("name", _names([*WRONG, *RIGHT], is_async=False))
+def test_there_are_fourteen_of_each_and_three_variants_of_what_is_wrong() -> None:
+    assert len(CORE & WRONG.keys()) == len(CORE & RIGHT.keys()) == 14
+    assert VARIANTS.keys() == CORE & WRONG.keys()
+    for name, variants in VARIANTS.items():
+        assert len(set(variants) - CORE) >= 3
+        assert {WRONG[variant][0] for variant in variants} == {WRONG[name][0]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
+        for name in _names([*WRONG, *RIGHT], is_async=False)
+    ],
+)
 def test_handlers_on_sqlite(proved: Prove, name: str) -> None:
     _judge(name, proved("sqlite", name, False))
 

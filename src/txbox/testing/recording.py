@@ -63,14 +63,13 @@ _ENDS = frozenset({"commit", "rollback", "close", "executescript", "__exit__", "
 _EXECUTES = frozenset(
     {"execute", "executemany", "fetch", "fetchrow", "fetchval", "begin", "commit", "add", "flush"}
 )
-# statements that end a transaction, or on MySQL do so by the way
+# statements that end a transaction, or on MySQL do so by the way; comments may stand before them
+_COMMENTS = r"(?:\s|/\*.*?\*/|--[^\n]*+\n)*+"
+_ENDS_IT = r"commit|end|abort|rollback(?!\s++(?:work\s++|transaction\s++)?to\b)"
+_ENDED = re.compile(rf"{_COMMENTS}(?:{_ENDS_IT})\b", re.IGNORECASE | re.DOTALL)
 _ENDING = re.compile(
-    r"\s*+(?:commit|end|abort|rollback(?!\s++(?:work\s++|transaction\s++)?to\b)|begin|start|create|alter|drop|truncate"
-    r"|rename|lock|set\s++autocommit)\b",
-    re.IGNORECASE,
-)
-_ENDED = re.compile(
-    r"\s*+(?:commit|end|abort|rollback(?!\s++(?:work\s++|transaction\s++)?to\b))\b", re.IGNORECASE
+    rf"{_COMMENTS}(?:{_ENDS_IT}|begin|start|create|alter|drop|truncate|rename|lock|set\s++autocommit)\b",
+    re.IGNORECASE | re.DOTALL,
 )
 _SECOND = "opens a second connection to a database"
 _NETWORK = "sends something over the network"
@@ -236,6 +235,10 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     if trail is None:
         return
     line, between = trail
+    if event == "sqlite3.connect" and between & _HARMLESS == {"txbox"}:
+        # a transaction of an App, inside that of the handler
+        recorder.effect(_SECOND, line)
+        return
     if between & _HARMLESS or (event in _SENDS and between & (_DRIVERS | _POOLS)):
         return
     if event in _CONNECTS and between & (_DRIVERS | _POOLS):
@@ -311,7 +314,7 @@ def _called_c(recorder: Recorder, name: str, owner: Any, tx: Any) -> None:
     if between & (_HARMLESS - {"uuid"}) and (between != frozenset({"txbox"}) or name not in _ENDS):
         return
     if isinstance(owner, (sqlite3.Connection, sqlite3.Cursor)):
-        _used(recorder, name, owner, tx, line)
+        _used(recorder, name, owner, tx, line, directly=not between)
     elif name in _DRAWS and (isinstance(owner, random.Random) or _is_module(owner)):
         recorder.draws.append(line)
     elif name in _CLOCKS and (_is_module(owner) or isinstance(owner, type)):
@@ -341,8 +344,7 @@ def _called_python(recorder: Recorder, frame: FrameType, name: str, tx: Any) -> 
     root = "django.db" if module.startswith("django.db") else module.partition(".")[0]
     if root not in _DRIVERS | _POOLS | {"sqlalchemy"}:
         return
-    while caller is not None and (caller.f_globals.get("__name__") or "").startswith("txbox."):
-        # a class of ours stands on the driver's
+    while caller is not None and _is_between(caller):
         caller = caller.f_back
     call = recorder.call
     if (
@@ -360,17 +362,27 @@ def _called_python(recorder: Recorder, frame: FrameType, name: str, tx: Any) -> 
         return
     owner = frame.f_locals.get("self")
     if owner is not None:
-        _used(recorder, name, owner, tx, line)
+        _used(recorder, name, owner, tx, line, directly=root in _DRIVERS)
 
 
-def _used(recorder: Recorder, name: str, owner: Any, tx: Any, line: Line) -> None:
-    """A connection or a cursor was called."""
+def _is_between(frame: FrameType) -> bool:
+    """A class of ours stands on the driver's, and a block of ours around it."""
+    name = frame.f_globals.get("__name__") or ""
+    return name == "contextlib" or name.startswith("txbox.")
+
+
+def _used(
+    recorder: Recorder, name: str, owner: Any, tx: Any, line: Line, *, directly: bool
+) -> None:
+    """A connection or a cursor was called; `directly`, by the handler and not by a library."""
     connection = getattr(owner, "connection", owner)
     if not hasattr(connection, "cursor"):
         connection = owner
     real = getattr(tx, "_con", getattr(tx, "_conn", tx))
     if connection is not tx and connection is not real:
         recorder.others.append(line)
+        if name == "commit" and directly:
+            recorder.effect("commits on another connection", line, opened=_SECOND)
     elif name in _ENDS and owner is connection:
         recorder.ends.append(line)
         recorder.commits.append(line)
