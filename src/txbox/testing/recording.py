@@ -64,11 +64,15 @@ _EXECUTES = frozenset(
     {"execute", "executemany", "fetch", "fetchrow", "fetchval", "begin", "commit", "add", "flush"}
 )
 # statements that end a transaction, or on MySQL do so by the way; comments may stand before them
-_COMMENTS = r"(?:\s|/\*.*?\*/|--[^\n]*+\n)*+"
-_ENDS_IT = r"commit|end|abort|rollback(?!\s++(?:work\s++|transaction\s++)?to\b)"
-_ENDED = re.compile(rf"{_COMMENTS}(?:{_ENDS_IT})\b", re.IGNORECASE | re.DOTALL)
+_ENDED = re.compile(
+    r"(?:\s|/\*.*?\*/|--[^\n]*+\n)*+"
+    r"(?:commit|end|abort|rollback(?!\s++(?:work\s++|transaction\s++)?to\b))\b",
+    re.IGNORECASE | re.DOTALL,
+)
 _ENDING = re.compile(
-    rf"{_COMMENTS}(?:{_ENDS_IT}|begin|start|create|alter|drop|truncate|rename|lock|set\s++autocommit)\b",
+    r"(?:\s|/\*.*?\*/|--[^\n]*+\n)*+"
+    r"(?:commit|end|abort|rollback(?!\s++(?:work\s++|transaction\s++)?to\b)"
+    r"|begin|start|create|alter|drop|truncate|rename|lock|set\s++autocommit)\b",
     re.IGNORECASE | re.DOTALL,
 )
 _SECOND = "opens a second connection to a database"
