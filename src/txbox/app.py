@@ -20,6 +20,7 @@ from typing import (
     overload,
 )
 
+from txbox.alerts import Alerting, Alerts, Channel, paused
 from txbox.boundaries import log as _log
 from txbox.brokers.base import Destination, Source
 from txbox.brokers.local import Local
@@ -112,7 +113,7 @@ class App:
             sessionmaker (a Session).
         django: instead of `database`, an alias of Django's DATABASES.
         schema: the PostgreSQL schema of the tables; None uses the search path.
-        observers: called with every event; attach alerts here. Events are also logged to `txbox`, unless one of
+        observers: called with every event. Events are also logged to `txbox`, unless one of
             the observers is a `LoggingObserver`.
         codec: encrypts or compresses payloads and error texts at rest.
         plain: with a codec: "accept" reads rows that are not encoded, as those from before there was a codec;
@@ -133,6 +134,8 @@ class App:
             keep it in the quarantine.
         resolver: supplies further parameters of handlers and effects, by annotation; see
             `txbox.handlers.Resolver`.
+        alerts: where to tell of dead and quarantined messages, paused consumers and lasting trouble: a destination,
+            which gets JSON, a channel such as `slack(…)`, or `Alerts(…)` with several; see `txbox.alerts`.
 
     Raises:
         ConfigurationError: not exactly one database, an unknown one, or its driver is not installed.
@@ -160,6 +163,7 @@ class App:
         notify: bool = False,
         unmatched: Literal["acknowledge", "quarantine"] = "acknowledge",
         resolver: Resolver | None = None,
+        alerts: Alerts | Channel | Destination | None = None,
     ) -> None:
         if (database is None) == (django is None):
             raise ConfigurationError(
@@ -212,6 +216,11 @@ class App:
             self.handlers, self.limits, schema=schema, columns=self.store.columns
         )
         self.dead_letters = DeadLetters(self.handlers, self.outbox)
+        wanted = Alerts.of(alerts)
+        #: Stages alerts in the transactions that they are about.
+        self.alerting = None if wanted is None else Alerting(wanted, self.outbox, self.routes)
+        if self.alerting is not None:
+            self.pauses.pausing = self._alert_of_pause
         self.protocol = InboxProtocol(
             self.store,
             self.events,
@@ -219,6 +228,7 @@ class App:
             self.lease,
             batching=self.batching,
             letters=self.dead_letters,
+            alerting=self.alerting,
             settings=lambda: self.database.handler_settings,
         )
         self.intake = Intake(self.protocol)
@@ -503,6 +513,10 @@ class App:
 
     def _emit(self, event: Event) -> None:
         self.events.emit(event)
+
+    async def _alert_of_pause(self, db: Session, *, consumer: str, reason: str) -> None:
+        assert self.alerting is not None
+        await self.alerting.opened(db, self.store.dialect, [paused(consumer, reason)])
 
     def _pause_after(self, consumer: str) -> int | None:
         found = self.handlers.consumers().get(consumer, ())

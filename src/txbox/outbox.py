@@ -339,6 +339,7 @@ class Route:
         cloudevents: how a message is wrapped; None leaves it as it was staged.
         source: the CloudEvents source.
         name: what rows on this route have in their `route` column.
+        render: makes what is sent of what was staged.
     """
 
     destination: Destination | None
@@ -347,6 +348,7 @@ class Route:
     cloudevents: CloudEvents | None = None
     source: str | None = None
     name: str = LOCAL
+    render: Callable[[Message[Any]], Message[Any]] | None = None
 
     def names(self, topic: str) -> bool:
         """Whether a topic takes this route."""
@@ -379,6 +381,8 @@ class Routes:
         cloudevents: CloudEvents | None,
         source: str | None,
         name: str | None = None,
+        *,
+        render: Callable[[Message[Any]], Message[Any]] | None = None,
     ) -> None:
         """Send topics to a destination; None or "*" sends every topic without a route of its own.
 
@@ -397,7 +401,7 @@ class Routes:
             _check_name(name, destination)
         given = Route(
             None if isinstance(destination, Local) else destination,
-            (), cloudevents=cloudevents, source=source, name=name or "",
+            (), cloudevents=cloudevents, source=source, name=name or "", render=render,
         )  # fmt: skip
         named = (_ALL,) if topics is None else listed("app.publish", topics)
         for topic in named:

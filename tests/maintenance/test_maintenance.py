@@ -266,7 +266,8 @@ def test_an_unknown_job_is_refused(shop: Shop) -> None:
     with pytest.raises(ConfigurationError, match="'sweep'"):
         run_once(shop.app, "sweep")
     assert [job.name for job in JOBS] == [
-        "rescue", "partitions", "prune", "prune-outbox", "prune-quarantine", "prune-activity", "drop-payloads",
+        "rescue", "alerts", "partitions", "prune", "prune-outbox", "prune-quarantine", "prune-activity",
+        "drop-payloads",
     ]  # fmt: skip
 
 

@@ -23,9 +23,10 @@ from tests.support.recording import Recorder
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S
 from tests.support.workers import worker
-from txbox import App, Message, RetryPolicy
+from txbox import App, Message, Outcome, Reject, RetryPolicy
 from txbox.admin import Admin, InboxFilter, QuarantineFilter
 from txbox.errors import StoreError
+from txbox.maintenance import Task, run_once
 from txbox.store.dialect import dialect
 from txbox.store.schema import grants, split
 
@@ -38,8 +39,8 @@ RIGHTS = {
     "consumer": "inbox SIU, attempt SI, quarantine SIU, outbox SI, sequence SIU, job SIU, activity SIU, worker SIUD, "
     "pause SI, audit I, schema S",
     "relay": "outbox SUD, activity SIU, worker SIUD, pause S, schema S",
-    "maintenance": "inbox SUD, attempt SID, quarantine SUD, outbox SIUD, job SIU, activity SIUD, worker SIUD, "
-    "pause S, schema S",
+    "maintenance": "inbox SUD, attempt SID, quarantine SUD, outbox SIUD, job SIUD, activity SIUD, worker SIUD, "
+    "sequence S, pause S, schema S",
     "operator": "inbox SIU, attempt S, quarantine SIU, outbox SU, sequence S, job S, pause SID, activity S, worker S, "
     "audit SI, dead_letters S, status S, schema S",
     "readonly": "inbox S, attempt S, quarantine S, outbox S, sequence S, job S, pause S, activity S, worker S, "
@@ -175,6 +176,42 @@ def test_roles_have_no_right_to_more(roles: Roles, raw: Callable[[str], Raw]) ->
         look: Any = raw(roles.urls[kind])
         with pytest.raises(DENIED, match=r"denied"):
             look.execute(statement)
+
+
+def test_alerts_are_staged_sent_and_reviewed_with_these_rights(
+    roles: Roles, raw: Callable[[str], Raw]
+) -> None:
+    recorder, look = Recorder(), raw(roles.owner)
+
+    def app_of(kind: str) -> App:
+        app = App(roles.urls[kind], alerts=recorder)
+
+        # versions are what a review reads of another table
+        @app.handler("orders", consumer="billing", sequence="body.version")
+        def bill(message: Message[Any], tx: Any) -> None:
+            raise Reject("never")
+
+        return app
+
+    with app_of("consumer") as app:
+        message = Message[Any](topic="orders", id="1", key="k", payload=b'{"version": 1}')
+        assert app.process(message) is Outcome.DEAD
+    with app_of("relay") as app:
+        # the consumers of an App that also runs them have that role, too
+        assert worker(app, kind="relay", once=True).run() == 0
+    # one that waits for its version is looked at, too
+    look.execute(
+        "UPDATE txbox_inbox SET status = 'pending', has_payload = TRUE, next_attempt_at = '2020-01-01 00:00:00'"
+    )
+    look.execute("UPDATE txbox_job SET lease_until = updated_at WHERE name LIKE 'alert:%'")
+    with app_of("maintenance") as app:
+        assert run_once(app, "alerts", Task(at_any_time=True)).rows == 2
+    with app_of("relay") as app:
+        assert worker(app, kind="relay", once=True).run() == 0
+    told = {(alert["code"], alert["state"]) for alert in recorder.bodies}
+    assert told == {
+        ("dead-messages", "open"), ("dead-messages", "resolved"), ("consumer-unserved", "open")
+    }  # fmt: skip
 
 
 # -- and nothing else -----------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from txbox.admin import activity
 from txbox.admin.activity import WorkerStatus
 from txbox.admin.reader import Application, Rows, routes_for, says_anything, waits_of
-from txbox.admin.tables import COUNTED_MAX, UNMATCHED
+from txbox.admin.tables import COUNTED_MAX
 from txbox.errors import StoreError, StoreUnavailable
 from txbox.session import Session, Statement
 from txbox.store.activity import Pause, Trouble, pauses, workers
 from txbox.store.dialect import Dialect
-from txbox.text import age, counted
+from txbox.text import UNMATCHED, age, counted
 
 #: What has been due for longer than this should have been taken: nothing is called late before.
 LATE_S = 60.0
@@ -124,6 +124,7 @@ class Finding:
         query: what that page is to show.
         subject: what it is about: a consumer, a source, a route, topics.
         age_s: how long ago that began, or the newest message of it came.
+        count: how many messages it is about, up to `COUNTED_MAX` + 1; of dead outgoing ones, without alerts.
     """
 
     code: str
@@ -133,6 +134,7 @@ class Finding:
     query: Mapping[str, str] = field(default_factory=dict[str, str])
     subject: str = ""
     age_s: float | None = field(default=None, compare=False)
+    count: int | None = field(default=None, compare=False)
 
     @property
     def severity(self) -> Severity:
@@ -407,7 +409,7 @@ async def inbox(case: Case) -> AsyncIterator[Finding]:
                 + (", and later messages of their keys wait (dead_blocks=True)." if blocked else "."),
                 f"`txbox list --consumer {named} --status dead` shows the errors; then `txbox retry` or `txbox "
                 "discard`.",
-                "messages", {"consumer": consumer, "status": "dead"}, consumer, _seconds(newest_s),
+                "messages", {"consumer": consumer, "status": "dead"}, consumer, _seconds(newest_s), count,
             )  # fmt: skip
         elif status == "processing" and expired:
             yield Finding(
@@ -505,14 +507,14 @@ async def outbox(case: Case) -> AsyncIterator[Finding]:
                 f"{cause.remedy}.",
                 "outbox", {"route": route or "any", "status": "due"}, topics, oldest,
             )  # fmt: skip
-    for count, age_s in await case.rows("doctor_outgoing_dead", limit=_COUNTED):
+    for count, age_s, others in await case.rows("doctor_outgoing_dead", limit=_COUNTED):
         if count:
             yield Finding(
                 "dead-outgoing",
                 f"{_some(int(count), 'outgoing message')} {_is(int(count))} dead, the oldest staged {_ago(age_s)} ago.",
                 "`txbox outbox list --status dead` shows the errors; then `txbox outbox retry` or `txbox outbox "
                 "discard`.",
-                "outbox", {"status": "dead"}, "outbox", _seconds(age_s),
+                "outbox", {"status": "dead"}, "outbox", _seconds(age_s), int(others),
             )  # fmt: skip
 
 
@@ -528,7 +530,7 @@ async def quarantine(case: Case) -> AsyncIterator[Finding]:
                 "quarantined-messages",
                 f"{name} has {_some(int(count))} in quarantine, the oldest for {_ago(age_s)}.",
                 "`txbox quarantine list` shows why; then `txbox quarantine accept` or `txbox quarantine discard`.",
-                "quarantine", {"consumer": name}, name, _seconds(newest_s),
+                "quarantine", {"consumer": name}, name, _seconds(newest_s), int(count),
             )  # fmt: skip
 
 

@@ -70,8 +70,6 @@ class Application(Protocol):
     @property
     def consumptions(self) -> Sequence[Consumes]: ...
 
-    async def check_schema(self, db: Session) -> None: ...
-
 
 def _in_loop() -> bool:
     try:
@@ -97,7 +95,6 @@ class _DatabaseOnly:
         self.consumptions: tuple[Consumes, ...] = ()
         self.store = InboxStore(database.dialect, Columns())
         self.protocol = InboxProtocol(self.store, self.events, self.limits, self.lease)
-        self.check_schema = self.protocol.check_schema
 
 
 def says_anything(app: Application) -> bool:

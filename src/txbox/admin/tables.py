@@ -19,8 +19,6 @@ from txbox.store.codec import Columns, Row, decode_origin
 from txbox.store.dialect import as_time
 from txbox.store.order import Waits
 
-#: Shown as the consumer of what no handler consumes.
-UNMATCHED = "(no consumer)"
 #: A page counts up to this and one.
 COUNTED_MAX = 10_000
 #: What operators do to rows.

@@ -13,7 +13,6 @@ from txbox.admin.tables import (
     INBOX,
     OUTBOX,
     QUARANTINE,
-    UNMATCHED,
     ConsumerStatus,
     Filter,
     RecordedAttempt,
@@ -24,7 +23,7 @@ from txbox.admin.tables import (
 )
 from txbox.outcome import Status
 from txbox.store.activity import Pause, Trouble
-from txbox.text import Cell, View, counted, moment
+from txbox.text import UNMATCHED, Cell, View, counted, moment
 
 if TYPE_CHECKING:
     from txbox.admin.explain import Explanation

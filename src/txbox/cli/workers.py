@@ -13,13 +13,12 @@ from typing import Any, Literal
 
 from txbox.admin import Admin, views
 from txbox.admin.activity import Snapshot
-from txbox.admin.tables import UNMATCHED
 from txbox.cli import add_command
 from txbox.cli.options import add_audit, add_options, admin_of
 from txbox.cli.output import clipped, print_json, print_line, print_section, print_table, shown
 from txbox.errors import ConfigurationError, StoreUnavailable
 from txbox.store.activity import Pause
-from txbox.text import age, counted
+from txbox.text import UNMATCHED, age, counted
 
 _HOME, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 # another screen, and no cursor; and back

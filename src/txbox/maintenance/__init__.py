@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from txbox import alerts
 from txbox.app import App
 from txbox.boundaries import Boundary, is_contents
 from txbox.errors import ConfigurationError
 from txbox.events import LeaseExpired, MessageDead
+from txbox.maintenance import alerting
 from txbox.maintenance.pruning import (
     Report,
     Task,
@@ -86,7 +88,7 @@ async def rescue(db: Session, app: App, task: Task) -> Report:
         try:
             rescued = await leases.rescue(
                 db, app.store, consumer=task.consumer, max_starts=app.lease.max_starts, limit=_RESCUE_BATCH,
-                dying=(lambda db, row: _letter(db, app, row)) if letters else None,
+                dying=(lambda db, rows: _dying(db, app, rows)) if letters else None,
             )  # fmt: skip
         except Exception as error:
             if not letters or not is_contents(error):
@@ -115,17 +117,21 @@ async def rescue(db: Session, app: App, task: Task) -> Report:
     return Report("rescue", rows, dead)
 
 
-async def _letter(db: Transaction, app: App, row: Rescued) -> None:
-    message = await app.store.kept_message(db, row.consumer, row.message_id)
-    if message is not None:
-        await app.dead_letters.staged(
-            db,
-            app.store.dialect,
-            row.consumer,
-            message,
-            attempts=row.starts,
-            error_type=row.error_type,
-        )
+async def _dying(db: Transaction, app: App, rows: Sequence[Rescued]) -> None:
+    for row in rows:
+        message = await app.store.kept_message(db, row.consumer, row.message_id)
+        if message is not None:
+            await app.dead_letters.staged(
+                db,
+                app.store.dialect,
+                row.consumer,
+                message,
+                attempts=row.starts,
+                error_type=row.error_type,
+            )
+    if app.alerting is not None:
+        gone = (alerts.dead(row.consumer, None, row.error_type) for row in rows)
+        await app.alerting.opened(db, app.store.dialect, gone)
 
 
 def _seldom(app: App) -> timedelta:
@@ -134,6 +140,7 @@ def _seldom(app: App) -> timedelta:
 
 JOBS = (
     Job("rescue", "take messages back from workers that died", lambda app: app.lease.duration / 3, rescue),
+    Job("alerts", "say what is still wrong, and what is resolved", alerting.pause, alerting.review),
     Job("partitions", "create the partitions for the coming days",
         lambda app: min(app.retention.every, app.retention.partition / 4), partitions),
     Job("prune", "delete finished messages past the retention", _seldom, prune),
@@ -146,9 +153,11 @@ JOBS = (
 
 def scheduled(app: App, wait: Callable[[float], bool]) -> Iterator[Job]:
     """Each job when it is due, all of them at once at first; ends when `wait`, for so many seconds, returns True."""
-    due_at = dict.fromkeys(JOBS, time.monotonic())
+    # without alerts that job asks the database nothing, and so could not tell whether it is away
+    jobs = [job for job in JOBS if job.run is not alerting.review or app.alerting is not None]
+    due_at = dict.fromkeys(jobs, time.monotonic())
     while True:
-        job = min(JOBS, key=due_at.__getitem__)
+        job = min(jobs, key=due_at.__getitem__)
         if wait(max(0.0, due_at[job] - time.monotonic())):
             return
         yield job

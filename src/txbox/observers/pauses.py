@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 
 from txbox.events import ConsumerPaused, ConsumerResumed, Event, MessageDead, MessageFailed
 from txbox.session import Session
@@ -43,6 +44,8 @@ class Pauses:
         self.held: frozenset[str] = frozenset()
         #: Consumer → reason, for pauses of this process that are not written yet.
         self.unwritten: Mapping[str, str] = {}
+        #: What else is written in the transaction that writes a pause.
+        self.pausing: Callable[..., Awaitable[None]] | None = None
         #: Called, from any thread, when there is a pause to write; set while somebody writes them.
         self.wake: Callable[[], None] | None = None
 
@@ -108,7 +111,10 @@ class Pauses:
         after a crash its failures are counted from zero.
         """
         for consumer, reason in self.unwritten.items():
-            await activity.pause(db, dialect, consumer, actor=ACTOR, reason=reason)
+            await activity.pause(
+                db, dialect, consumer, actor=ACTOR, reason=reason,
+                pausing=None if self.pausing is None else partial(self.pausing, consumer=consumer, reason=reason),
+            )  # fmt: skip
             with self._lock:
                 self.unwritten = {
                     name: why for name, why in self.unwritten.items() if name != consumer

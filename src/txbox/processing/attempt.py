@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from txbox.alerts import Alerting, quarantined
 from txbox.boundaries import Boundary, is_contents
 from txbox.connections.base import connection_lost, forgets_parent
 from txbox.connections.settings import Settings
@@ -62,6 +63,7 @@ class InboxProtocol:
 
     Args:
         letters: stages the dead letters of messages that are given up.
+        alerting: stages the alerts about them, and about what is quarantined.
         settings: what tells which statements set something; asked for late, as Django's settings may be.
     """
 
@@ -74,6 +76,7 @@ class InboxProtocol:
         *,
         batching: Batching | None = None,
         letters: DeadLetters | None = None,
+        alerting: Alerting | None = None,
         settings: Callable[[], Settings | None] = lambda: None,
     ) -> None:
         batching = batching or Batching()
@@ -85,7 +88,8 @@ class InboxProtocol:
         self.waiting = Waiting(limits, events)
         self.in_flight = self.waiting.in_flight
         self.persistently = self.waiting.persistently
-        self._recorder = recorder = Recorder(store, events, limits, letters)
+        self._recorder = recorder = Recorder(store, events, limits, letters, alerting)
+        self._alerting = alerting
         self.contain = recorder.contain
         self.transaction = HandlerTransaction(store, limits, lease, recorder, batching=batching)
 
@@ -857,7 +861,12 @@ class InboxProtocol:
                     consumer, kept, message_id=kept_id, reason=reason,
                     payload_limit=limit or 0, hashed=hashed, bare=limit is None,
                 )  # fmt: skip
-                await db.together((aside,))
+                if self._alerting is None:
+                    await db.together((aside,))
+                else:
+                    await db.begin((aside,))
+                    await self._alerting.opened(db, self.store.dialect, [quarantined(consumer)])
+                    await db.commit()
                 break
             except (UnusableMessage, StoreError) as error:
                 if limit is None or not is_of_content(error):

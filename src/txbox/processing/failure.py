@@ -6,12 +6,14 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from txbox import alerts
 from txbox.boundaries import Boundary, blamed, is_contents
 from txbox.errors import LONGEST, Fault, Reject, Retry, StoreError, UnusableMessage
 from txbox.events import ErrorContained, Events, MessageDead, MessageFailed
@@ -201,16 +203,22 @@ class Recorder:
     """Parks messages whose handler failed (promise 3.1).
 
     Args:
-        letters: what is staged with a message that is given up.
+        letters, alerting: what is staged with a message that is given up.
     """
 
     def __init__(
-        self, store: InboxStore, events: Events, limits: Limits, letters: DeadLetters | None = None
+        self,
+        store: InboxStore,
+        events: Events,
+        limits: Limits,
+        letters: DeadLetters | None = None,
+        alerting: alerts.Alerting | None = None,
     ) -> None:
         self._store = store
         self._events = events
         self._limits = limits
         self._letters = letters
+        self._alerting = alerting
 
     def described(
         self, handler: Handler, error: BaseException, database_error: StoreError | None
@@ -266,8 +274,10 @@ class Recorder:
 
         async def letter(db: Session, attempts: int) -> None:
             await self._dying(db, handler, kept, failure, attempts)
+            await self.alert(db, handler, [failure])
 
-        dying = None if handler.options.dead_letter_topic is None else letter
+        wanted = self._alerting is not None or handler.options.dead_letter_topic is not None
+        dying = letter if wanted else None
         try:
             row = await self._store.record_failure(
                 db, handler.consumer, arrival, failure, retry,
@@ -294,7 +304,7 @@ class Recorder:
     async def parked_within(
         self, db: Transaction, handler: Handler, arrival: Arrival, raised: Raised, token: str
     ) -> Recorded:
-        """Record a failure in the transaction that has claimed the message under `token`.
+        """Record a failure in the transaction that has claimed the message under `token`. Call `alert` at its end.
 
         Raises:
             StoreError: as `InboxStore.record_failure_of_claimed`; CONTENT if its content cannot be kept.
@@ -331,6 +341,15 @@ class Recorder:
         else:
             self._events.emit(MessageFailed(**fields, retry_in_s=failure.delay_s or 0.0))
         return Answer(Outcome.DEAD if dead else Outcome.FAILED, attempts)
+
+    async def alert(self, db: Transaction, handler: Handler, given_up: Iterable[Failure]) -> None:
+        """Stage the alerts about messages that are given up, last in the transaction that makes them dead."""
+        if self._alerting is not None:
+            dead = (
+                alerts.dead(handler.consumer, failure.fingerprint, failure.error_type)
+                for failure in given_up
+            )
+            await self._alerting.opened(db, self._store.dialect, dead)
 
     async def _dying(
         self, db: Transaction, handler: Handler, arrival: Arrival, failure: Failure, attempts: int

@@ -281,6 +281,9 @@ class HandlerTransaction:
         try:
             if returned is None and group and not handler.options.batch:
                 mine, returned = await self._in_groups(db, ran, handler, mine, group, token)
+                if ran.failed:
+                    dead = (one.failure for one in ran.failed.values() if one.dead)
+                    await self._recorder.alert(db, handler, dead)
             elif returned is None:
                 if handler.options.pipeline and db.connection is not None:
                     await db.connection.pipe()

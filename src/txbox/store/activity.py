@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import zip_longest
@@ -452,8 +452,12 @@ async def pause(
     actor: str,
     reason: str | None,
     dry_run: bool = False,
+    pausing: Callable[[Session], Awaitable[None]] | None = None,
 ) -> bool:
     """Pause a consumer; False if it is already paused.
+
+    Args:
+        pausing: what else must happen in this transaction.
 
     Guarantee: the pause and its audit row are one commit.
     """
@@ -466,6 +470,8 @@ async def pause(
         if error.fault is not Fault.DUPLICATE:
             raise
         return False
+    if pausing is not None:
+        await pausing(db)
     return await _audited(db, dialect, "pause", consumer, actor, reason, dry_run=dry_run)
 
 

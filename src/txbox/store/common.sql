@@ -216,6 +216,37 @@ SELECT state FROM txbox_job WHERE name = :name::text
 UPDATE txbox_job SET state = :state::text, updated_at = [now]
  WHERE name = :name::text AND token = :token::text AND coalesce(state, '') = coalesce(:before::text, '')
 
+-- fragment: alert_rows
+SELECT [text name], [text token], state, CASE WHEN lease_until <= [now] THEN 1 ELSE 0 END FROM txbox_job
+
+-- name: alert_row
+[alert_rows] WHERE name = :name::text
+
+-- name: alerts_open
+[alert_rows] WHERE name LIKE :names::text
+
+-- name: alert_waits
+-- Whether what was said last has not left yet: then its channel is away, and more of the same would only pile up.
+SELECT count(*) FROM (SELECT 1 FROM txbox_outbox WHERE status = 'pending' AND route = :route::text
+                         AND topic = :topic::text AND txbox_outbox.key = :key::text LIMIT 1) AS waiting
+
+-- name: alert_open
+INSERT INTO txbox_job (name, token, lease_until, state)
+VALUES (:name::text, :token::text, [in :window_s], :state::text)
+ON CONFLICT (name) DO NOTHING
+
+-- name: alert_said
+-- Only the first of several processes that look at the end of a window.
+UPDATE txbox_job SET state = :state::text, lease_until = [in :window_s], updated_at = [now]
+ WHERE name = :name::text AND lease_until <= [now]
+
+-- name: alert_closed
+DELETE FROM txbox_job WHERE name = :name::text AND lease_until <= [now]
+
+-- name: alerts_forgotten
+-- Of an App that has gone, or has other channels by now: others move the end of their windows.
+DELETE FROM txbox_job WHERE name LIKE 'alert:%' AND lease_until < [ago :older_than_s]
+
 -- nothing: prune_blocks
 -- prune already finds the rows in the best order.
 
@@ -934,8 +965,8 @@ WITH RECURSIVE found(route) AS (
 SELECT route FROM found WHERE route IS NOT NULL LIMIT :limit::integer
 
 -- name: doctor_outgoing_dead
-SELECT count(*), [age min(oldest.staged_at)]
-  FROM (SELECT staged_at FROM txbox_outbox WHERE status <> 'pending' AND status = 'dead'
+SELECT count(*), [age min(oldest.staged_at)], count(CASE WHEN substr(oldest.topic, 1, 12) <> 'txbox.alerts' THEN 1 END)
+  FROM (SELECT staged_at, topic FROM txbox_outbox WHERE status <> 'pending' AND status = 'dead'
          ORDER BY number LIMIT :limit::integer) AS oldest
 
 -- name: doctor_quarantined

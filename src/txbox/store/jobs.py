@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from txbox.identity import canonical_id
-from txbox.session import Session, Statements
+from txbox.session import Session, Statements, Transaction
 from txbox.store.dialect import Dialect
 from txbox.store.partitions import Part
 
@@ -86,6 +86,58 @@ class JobLease:
     async def release(self, db: Session) -> None:
         """Give the lease back; does nothing if it is no longer ours."""
         await self.dialect.run(db, "job_release", {"name": self._name, "token": self.token})
+
+
+class OpenAlert(NamedTuple):
+    """A row of txbox_job that stands for an open alert.
+
+    Attributes:
+        token: of the transaction that opened it.
+        state: what was said last, as JSON.
+        due: not 0 once its window has ended.
+    """
+
+    name: str
+    token: str | None
+    state: str
+    due: int
+
+
+async def alert_rows(db: Transaction, dialect: Dialect, names: str) -> list[OpenAlert]:
+    """Read open alerts, in an open transaction.
+
+    Args:
+        names: a pattern of LIKE.
+    """
+    found = await db.execute(dialect.statement("alerts_open", {"names": names}))
+    return [OpenAlert(*row) for row in found.rows]
+
+
+async def alert_row(db: Transaction, dialect: Dialect, name: str) -> OpenAlert | None:
+    """Read one of them; takes no locks."""
+    found = await db.execute(dialect.statement("alert_row", {"name": name}))
+    return OpenAlert(*found.rows[0]) if found.rows else None
+
+
+async def open_alert(
+    db: Transaction, dialect: Dialect, name: str, *, token: str, state: str, window_s: float
+) -> None:
+    """Insert the row of an alert, unless it is there: it is ours if it then has our token."""
+    params = {"name": name, "token": token, "state": state, "window_s": window_s}
+    await db.execute(dialect.statement("alert_open", params))
+
+
+async def say_alert(
+    db: Transaction, dialect: Dialect, name: str, *, state: str, window_s: float
+) -> bool:
+    """Begin the next window of an alert; False if it has begun, or the alert is closed."""
+    params = {"name": name, "state": state, "window_s": window_s}
+    return bool((await db.execute(dialect.statement("alert_said", params))).count)
+
+
+async def close_alert(db: Transaction, dialect: Dialect, name: str) -> bool:
+    """Delete the row of an alert whose window has ended; False if somebody else has."""
+    return bool((await db.execute(dialect.statement("alert_closed", {"name": name}))).count)
 
 
 async def anchors(

@@ -209,14 +209,14 @@ async def rescue(
     consumer: str | None,
     max_starts: int,
     limit: int,
-    dying: Callable[[Session, Rescued], Awaitable[None]] | None = None,
+    dying: Callable[[Session, Sequence[Rescued]], Awaitable[None]] | None = None,
 ) -> list[Rescued]:
     """Return rows whose lease expired to `failed`, or make them `dead` after too many unfinished runs.
 
     Args:
         consumer: None for all.
         limit: rows per batch.
-        dying: what else must happen in this transaction if a row becomes dead.
+        dying: what else must happen in this transaction if rows become dead.
 
     Guarantee: a batch and its history are one commit. Rows held by a handler's transaction are left
     alone, without waiting for them.
@@ -240,8 +240,9 @@ async def rescue(
                 fingerprint=None,
             )
         )
-        if dying is not None and row.dead:
-            await dying(db, row)
+    given_up = [row for row in rescued if row.dead]
+    if dying is not None and given_up:
+        await dying(db, given_up)
     if dialect.has("rescue_broken"):
         await db.execute(dialect.statement("rescue_broken", {"consumer": consumer, "limit": limit}))
     await db.commit()

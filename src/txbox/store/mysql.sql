@@ -320,6 +320,10 @@ UPDATE (SELECT consumer, message_id FROM txbox_inbox
 -- name: job_create
 INSERT INTO txbox_job (name) VALUES (:name) ON DUPLICATE KEY UPDATE name = txbox_job.name
 
+-- name: alert_open
+INSERT INTO txbox_job (name, token, lease_until, state) VALUES (:name, :token, [in :window_s], :state)
+ON DUPLICATE KEY UPDATE name = txbox_job.name
+
 -- name: anchor_history
 -- Changes when commits may be missing: another server, or a restored table.
 SELECT CONCAT_WS('/', @@hostname, @@port, @@server_id, job.create_time)
@@ -550,8 +554,8 @@ SELECT [text outbox.route]
  LIMIT :limit
 
 -- name: doctor_outgoing_dead
-SELECT count(*), [age min(oldest.staged_at)]
-  FROM (SELECT staged_at FROM txbox_outbox FORCE INDEX (txbox_outbox_due) WHERE status = 'dead' LIMIT :limit) AS oldest
+SELECT count(*), [age min(oldest.staged_at)], count(CASE WHEN substr(oldest.topic, 1, 12) <> 'txbox.alerts' THEN 1 END)
+  FROM (SELECT staged_at, topic FROM txbox_outbox FORCE INDEX (txbox_outbox_due) WHERE status = 'dead' LIMIT :limit) AS oldest
 
 -- ---- admin/found.py -------------------------------------------------------------------------------------------------
 

@@ -455,9 +455,11 @@ def _rights(*, mysql: bool, timed: bool) -> dict[str, list[tuple[str, str]]]:
             ("SELECT, UPDATE, DELETE", "txbox_inbox"),
             ("SELECT, INSERT, DELETE", "txbox_attempt"),
             ("SELECT, UPDATE, DELETE", "txbox_quarantine"),
-            # a rescued message that is dead may stage a dead letter
+            # a rescued message that is dead may stage a dead letter, and what is resolved an alert
             ("SELECT, INSERT, UPDATE, DELETE", "txbox_outbox"),
-            ("SELECT, INSERT, UPDATE", "txbox_job"),
+            ("SELECT, INSERT, UPDATE, DELETE", "txbox_job"),
+            # the review of alerts reads which messages only wait for another version
+            ("SELECT", "txbox_sequence"),
             ("SELECT, INSERT, UPDATE, DELETE", "txbox_activity"),
             _PULSE_RIGHTS[1],
             ("SELECT", "txbox_pause"),

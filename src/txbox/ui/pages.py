@@ -31,7 +31,6 @@ from txbox.admin.tables import (
     COUNTED_MAX,
     INBOX,
     QUARANTINE,
-    UNMATCHED,
     ConsumerStatus,
     FailureGroup,
     Filter,
@@ -44,7 +43,7 @@ from txbox.boundaries import log as _log
 from txbox.errors import Fault, SchemaError, StoreError, StoreUnavailable
 from txbox.outcome import Status
 from txbox.store.activity import Counts, Kind
-from txbox.text import CONTROL, View, duration_of
+from txbox.text import CONTROL, UNMATCHED, View, duration_of
 from txbox.ui import security
 from txbox.ui.charts import Charts, charts
 from txbox.ui.operations import Operation, Operations, WantedChange

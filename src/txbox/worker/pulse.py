@@ -8,12 +8,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import txbox
+from txbox.alerts import Alerting, database_away
 from txbox.app import OUTBOX
 from txbox.boundaries import Boundary
 from txbox.boundaries import log as _log
-from txbox.errors import CURABLE, StoreError
+from txbox.errors import CURABLE, StoreError, StoreUnavailable
+from txbox.policy import Backoff
 from txbox.processing.failure import printable
 from txbox.session import Operation, Session
 from txbox.store import activity
@@ -26,6 +29,8 @@ _BEAT_S = 5.0
 # even if nothing has changed; a process that has not written for 30 s counts as silent
 _WRITE_S = 15.0
 _NAME_MAX = 255
+# between two looks whether the database answers, and between tries to tell that it does not
+_WATCH_S, _WATCH_MAX_S = 0.5, 30.0
 
 
 def identify(
@@ -94,11 +99,18 @@ class Pulse:
         self._woken = threading.Event()
         self._logged: set[str | None] = set()
         self._thread: threading.Thread | None = None
+        # by the monotonic clock: since when the database has owed an answer
+        self._asked_at: float | None = None
+        self._gone = threading.Event()
 
     def start(self) -> None:
         """Read who is paused, then start the thread, which reports its end."""
         self._app.activity.counts = True
         self._app.pauses.wake = self._woken.set
+        self._asked_at = time.monotonic()
+        alerting = self._app.alerting
+        if alerting is not None and not alerting.routes.isdisjoint(self.identity.routes):
+            thread("txbox-alerts", lambda: self._watch(alerting), self._run_of.ended)
         # one that is paused already is not to begin
         self._best_effort(self._read_pauses)
         self._thread = thread("txbox-pulse", self._run, self._run_of.ended)
@@ -109,12 +121,15 @@ class Pulse:
         self._woken.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
+        self._gone.set()
 
     def _run(self) -> None:
         while not self._over:
             self._woken.clear()
             if self._app.pauses.unwritten:
                 self._best_effort(self._paused)
+            if self._asked_at is None:
+                self._asked_at = time.monotonic()
             self._best_effort(self._beat)
             if not self._over:
                 self._woken.wait(_BEAT_S)
@@ -123,6 +138,29 @@ class Pulse:
         self._best_effort(self._departed)
         self._app.pauses.wake = None
         self._app.activity.counts = False
+
+    def _watch(self, alerting: Alerting) -> None:
+        """Tell that the database has been away for too long, and that it is back: past the outbox, which is in it."""
+        after_s, backoff = alerting.alerts.after.total_seconds(), Backoff(_WATCH_S, _WATCH_MAX_S)
+        name, told = self._app.database.name, False
+        unsent: Collection[str] = ()
+        alert, message_id = database_away(name, 0.0), ""
+        while not self._gone.wait(backoff.pause_s):
+            asked_at = self._asked_at
+            away_s = 0.0 if asked_at is None else time.monotonic() - asked_at
+            if not unsent:
+                if (away_s >= after_s) is told:
+                    continue
+                told, unsent, message_id = not told, alerting.topics, secrets.token_hex(16)
+                alert = database_away(name, away_s) if told else replace(alert, state="resolved")
+            errors = alerting.send(alert, message_id, unsent)
+            unsent = [*errors]
+            if not errors:
+                backoff.reset()
+                continue
+            backoff.next_s()
+            for topic, error in errors.items():
+                _log.warning("The alert %r was not sent to %s: %s", alert.title, topic, error)
 
     async def _paused(self, db: Session) -> None:
         await self._app.pauses.write(db, self._app.store.dialect)
@@ -166,7 +204,11 @@ class Pulse:
         """Run an operation; a failure is logged once, and the next beat tries again."""
         try:
             self._driver.perform(operation)
+            self._asked_at = None
         except StoreError as error:
+            if not isinstance(error, StoreUnavailable):
+                # an answer, too
+                self._asked_at = None
             if error.fault in CURABLE:
                 _log.debug("Postponed while the database is busy or away: %s", error)
             elif error.code not in self._logged:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from txbox import session as points
+from txbox.alerts import quarantined
 from txbox.app import OUTBOX, App
 from txbox.boundaries import Boundary, is_contents
 from txbox.boundaries import log as _log
@@ -471,6 +472,8 @@ class Relay:
 
     def _outgoing(self, row: Staged) -> Message[Any]:
         route, publisher = self._route, self._publisher
+        if route.render is not None:
+            return route.render(row.message)
         if route.cloudevents is None or publisher is None:
             return row.message
         assert route.source is not None
@@ -641,6 +644,9 @@ class LocalDelivery:
             # another relay has some of them by now, so what this one wrote must go
             await db.rollback()
             return 0
+        if self._app.alerting is not None and self._aside:
+            about = [quarantined(event.consumer or "") for _, event in self._aside]
+            await self._app.alerting.opened(db, self._app.store.dialect, about)
         await db.commit()
         self._report()
         return len(ids)
