@@ -23,6 +23,7 @@ from tests.support.servers import ServerError, provision
 #: What databases and brokers need, unless it is a server of the same name.
 _SERVERS = {
     "sqlite": (), "webhook": (), "quorum": ("rabbitmq",), "postgresql": ("postgresql", "pgbouncer"),
+    "galera": ("mariadb",),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sqlite3
@@ -15,8 +16,11 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
+import pymysql
+
 from tests.support.databases import Raw
 from tests.support.proxy import Proxy
+from tests.support.servers.clusters import ThrowawayGalera
 from tests.support.servers.control import ThrowawayMariaDB, ThrowawayMySQL, ThrowawayPostgres
 from tests.support.servers.postgresql import PASSWORD, PgBouncerServer, pgbouncer_binary
 from tests.support.servers.process import ServerProcess, throwaway_name
@@ -293,23 +297,25 @@ class MySQL(Database):
         self.stack.callback(self.server.remove)
         self.server.start()
         with Raw(self.server.url) as raw:
-            raw.execute(f"CREATE DATABASE {_NAME} CHARACTER SET utf8mb4")
-            raw.execute(f"CREATE USER app@'127.0.0.1' IDENTIFIED BY '{PASSWORD}'")
-            raw.execute(f"GRANT ALL ON {_NAME}.* TO app@'127.0.0.1'")
-        self.proxy = self.stack.enter_context(Proxy(self._app))
+            self._prepare(raw)
+        self.proxy = self.stack.enter_context(Proxy(self._app_of(self.server.port)))
+
+    def _prepare(self, raw: Raw) -> None:
+        raw.execute(f"CREATE DATABASE {_NAME} CHARACTER SET utf8mb4")
+        raw.execute(f"CREATE USER app@'127.0.0.1' IDENTIFIED BY '{PASSWORD}'")
+        raw.execute(f"GRANT ALL ON {_NAME}.* TO app@'127.0.0.1'")
 
     @property
     def disk(self) -> Disk | None:
         disk: Disk | None = self.server.disk
         return disk
 
-    @property
-    def _app(self) -> str:
-        return f"mysql://app:{PASSWORD}@127.0.0.1:{self.server.port}/{_NAME}"
+    def _app_of(self, port: int) -> str:
+        return f"mysql://app:{PASSWORD}@127.0.0.1:{port}/{_NAME}"
 
     def url(self, way: int) -> str:
         assert self.proxy is not None
-        return self._app if way % 2 else self.proxy.url
+        return self._app_of(self.server.port) if way % 2 else self.proxy.url
 
     def raw(self) -> Raw:
         return Raw(_database(self.server.url))
@@ -342,6 +348,66 @@ class MySQL(Database):
 class MariaDB(MySQL):
     name = "mariadb"
     node: ClassVar[type[Any]] = _MariaDBNode
+
+
+class Galera(MySQL):
+    """Three nodes of MariaDB that all take writes; each process names all of them, and another one first."""
+
+    name = "galera"
+
+    def open(self) -> None:
+        self._cluster = self.stack.enter_context(ThrowawayGalera())
+        self._down = itertools.cycle(self._cluster.nodes)
+        with Raw(self._cluster.node(1).url) as raw:
+            self._prepare(raw)
+        self.proxy = self.stack.enter_context(Proxy(self._app_of(self._cluster.node(1).port)))
+
+    @property
+    def disk(self) -> Disk | None:
+        return None
+
+    def url(self, way: int) -> str:
+        assert self.proxy is not None
+        nodes = self._cluster.nodes
+        ports = [urlsplit(self.proxy.url).port, *(node.port for node in nodes[1:])]
+        first = way % len(ports)
+        hosts = ",".join(f"127.0.0.1:{port}" for port in ports[first:] + ports[:first])
+        return f"mysql://app:{PASSWORD}@{hosts}/{_NAME}"
+
+    def raw(self) -> Raw:
+        for node in self._cluster.nodes:
+            try:
+                raw = Raw(_database(node.url))
+            except pymysql.Error:
+                continue
+            try:
+                # a node may be behind the others
+                raw.execute("SET SESSION wsrep_sync_wait = 1")
+                raw.value("SELECT 1")
+            except pymysql.Error:
+                raw.__exit__(None, None, None)
+            else:
+                return raw
+        raise ConnectionError("no node answers")
+
+    def version(self) -> str:
+        return f"Galera, 3 x {self._cluster.node(1).ping()}"
+
+    def stop(self) -> None:
+        """End one node; the others go on."""
+        next(self._down).stop(immediate=True)
+
+    def start(self) -> None:
+        for node in self._cluster.nodes:
+            node.start()
+
+    def read_only(self, raw: Raw, *, on: bool) -> None:
+        """One node is; none is afterwards, whichever it was."""
+        if on:
+            super().read_only(raw, on=True)
+            return
+        for node in self._cluster.nodes:
+            node.query("SET GLOBAL read_only = 0")
 
 
 class SQLite(Database):
@@ -379,5 +445,5 @@ def _database(url: str) -> str:
 
 
 DATABASES: Mapping[str, type[Database]] = {
-    kind.name: kind for kind in (PostgreSQL, MySQL, MariaDB, SQLite)
+    kind.name: kind for kind in (PostgreSQL, MySQL, MariaDB, Galera, SQLite)
 }

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.chaos import workload
+from tests.chaos import release, workload
 from tests.chaos.brokers import ENTRIES, PAYMENTS, BrokerServer, patiently, server_of
 from tests.chaos.checker import Checked, Key, Read, check, elle, keys_of, read_lists, text
 from tests.chaos.databases import DATABASES, Database
@@ -71,6 +71,7 @@ class Run:
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._numbers = 0
+        self._next_release: release.Server | None = None
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
             ["tests.chaos.workload", "txbox.cli.run", "txbox.worker"]
@@ -128,6 +129,18 @@ class Run:
             member.told = True
             self._send(member, signal.SIGTERM)
 
+    def bring_next_release(self) -> None:
+        """Give the tables the schema of the release that follows, once; from then on its processes can be started."""
+        if self._next_release is None:
+            directory = self.folder / "release"
+            shutil.rmtree(directory, ignore_errors=True)
+            release.migrate(release.build(directory), self.database.url(0))
+            self._next_release = release.Server(directory)
+
+    def is_next(self, name: str) -> bool:
+        with self._lock:
+            return self._members[name].plan.is_next
+
     def dismiss(self, name: str, number: signal.Signals) -> None:
         with self._lock:
             member = self._members[name]
@@ -142,7 +155,10 @@ class Run:
 
     def _launch(self, member: _Member) -> None:
         plan = member.plan
-        member.process = self._context.Process(target=workload.run, args=(plan,), daemon=True)
+        if plan.is_next and self._next_release is not None:
+            member.process = release.Process(self._next_release, plan)
+        else:
+            member.process = self._context.Process(target=workload.run, args=(plan,), daemon=True)
         member.process.start()
         member.began, member.told = time.monotonic(), False
 
@@ -306,6 +322,8 @@ class Run:
         for member in self._members.values():
             if member.process.is_alive():
                 member.process.kill()
+        if self._next_release is not None:
+            self._next_release.close()
 
 
 def prepare(app: App, raw: Raw) -> None:

@@ -119,6 +119,18 @@ def _deployed(run: Run, rng: random.Random) -> Generator[float, None, None]:
         yield rng.uniform(0.2, 0.5)
 
 
+@_kind("release", weight=2, group="deploy")
+def _released(run: Run, rng: random.Random) -> Generator[float, None, None]:
+    """A rolling deploy of another release, which has brought its tables; or back to the one before, half-way or not."""
+    run.bring_next_release()
+    names = run.names("bank", "books", "relay", "maintain")
+    is_next = not run.is_next(names[0])
+    for name in names[: rng.choice((len(names) // 2, len(names)))]:
+        with suppress(KeyError):  # one that had come for a rebalance has left
+            run.replace(name, is_next=is_next)
+        yield rng.uniform(0.2, 1.0)
+
+
 @_kind("clock", weight=3)
 def _skewed(run: Run, rng: random.Random) -> Generator[float, None, None]:
     """A worker's clock is an hour ahead or behind."""

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.chaos import __main__, page, workload
+from tests.chaos import __main__, page, release, workload
 from tests.chaos.brokers import ENTRIES, PAYMENTS, Endpoints
 from tests.chaos.checker import Checked, check
 from tests.chaos.databases import Disk
@@ -24,8 +24,10 @@ from tests.crash.brokers.feeds import RedisFeed
 from tests.support.databases import Raw, require
 from tests.support.servers import packages, provision
 from tests.support.servers.process import ServerDirectory, throwaway_name
+from tests.support.versions import NEXT
 from tests.support.waiting import DEADLINE_S
-from txbox import Outcome
+from txbox import App, Outcome
+from txbox.admin import Admin
 
 SEED = 20261128
 
@@ -37,7 +39,7 @@ def test_nothing_is_lost_or_doubled_in_a_short_run() -> None:
     result = chaos(
         "postgresql", "redis", seed=SEED, minutes=0.2, rate=150.0, lanes=3,
         # these take seconds each
-        without=("deploy", "clock", "one connection", "disk full", "rebalance"),
+        without=("deploy", "release", "clock", "one connection", "disk full", "rebalance"),
     )  # fmt: skip
     assert not result.wrong, f"journals and logs are in {result.folder}"
     assert result.checked.effects > 0
@@ -125,6 +127,19 @@ def test_messages_are_the_same_for_a_seed_and_versions_have_no_gaps() -> None:
             message = message_of(1, number)
             versions[str(message.key)] = versions.get(str(message.key), 0) + 1
             assert f'"n": {versions[str(message.key)]},'.encode() in (message.payload or b"")
+
+
+def test_a_release_that_follows_brings_its_tables_and_the_running_one_works_with_them(
+    bank_at_rest: Path, tmp_path: Path
+) -> None:
+    shutil.copy(bank_at_rest / "chaos.db", tmp_path)
+    url = f"sqlite:///{tmp_path}/chaos.db"
+    release.migrate(release.build(tmp_path / "release"), url)
+    with Raw(url) as raw, App(url) as app:
+        assert raw.value("SELECT max(version) FROM txbox_schema") == NEXT
+        app.init()
+        with Admin(app) as admin:
+            assert admin.status()
 
 
 def test_senders_of_webhooks_reach_a_worker_that_listens() -> None:

@@ -24,6 +24,7 @@ from txbox.admin import Admin, InboxFilter, OutboxFilter, QuarantineFilter
 from txbox.brokers.base import Delivery, Destination, Publisher
 from txbox.cli import main as txbox_command
 from txbox.errors import BrokerError, BrokerUnavailable, TxboxError
+from txbox.store import schema as tables
 
 ACCOUNTS = 2000
 KEYS = 20
@@ -73,6 +74,7 @@ class Plan:
         rate: messages a second that the producer does not exceed.
         waiting: messages in the broker above which the producer waits.
         port: where it serves its webhook, if it has one.
+        is_next: it is a process of the release that follows, see `release`.
     """
 
     role: str
@@ -89,6 +91,7 @@ class Plan:
     rate: float = 600.0
     waiting: int = 1500
     port: int | None = None
+    is_next: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -342,7 +345,7 @@ def run(plan: Plan) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     journal = Journal(plan.folder, plan.process, timed=LISTS)
-    journal.write("began", plan.role, os.getpid())
+    journal.write("began", plan.role, os.getpid(), tables.VERSION)
     # the harness asks those that are stuck where they are
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if plan.clock_s:
