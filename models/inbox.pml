@@ -163,7 +163,7 @@ again:
     fi;
 
 release:
-    atomic {
+    atomic { /* point: after:release */
 #ifdef RELEASE_WITHOUT_FENCE
       holder == NOBODY -> status = failed; lease[me] = 0
 #else
@@ -230,6 +230,7 @@ end:
   /* point: after:rescue */
   :: atomic { status == leased && holder == NOBODY && expiries > 0 -> expiries--; status = failed }
   :: atomic { status == leased && holder == NOBODY && lease[0] != token && lease[1] != token -> status = failed }
+  /* point: after:prune */
 #ifdef RETENTION
   :: atomic { status == processed && holder == NOBODY && !pruned -> status = none; pruned = true }
 #else

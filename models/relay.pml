@@ -1,7 +1,8 @@
 /*
 From the outbox of one App to the inbox of another: two rows of two transactions, which commit late, in any order, or not
 at all; two relays that are killed at any step; leases that expire at any time; a broker that may lose what it has not
-confirmed, and whose confirmation may be lost; a consumer that is killed before its acknowledgement.
+confirmed, and whose confirmation may be lost; a consumer that is killed before its acknowledgement; another App's relay on the
+same database.
 
 What is checked: what was committed has its effect at the other App, once; what was rolled back has none.
 
@@ -102,6 +103,21 @@ end_look:
     atomic { die[me] -> die[me] = false; at = 0; at_work[me] = 0 }
   };
   goto alive
+}
+
+#ifdef ROUTE_IGNORED
+#define TAKEN_ELSEWHERE(n) DUE(n)
+#else
+#define TAKEN_ELSEWHERE(n) false
+#endif
+
+/* a second App on the same database: it has no route of these rows, and gives up what it takes all the same */
+active proctype another_app() {
+end:
+  do
+  :: atomic { TAKEN_ELSEWHERE(0) -> sent[0] = true } /* point: before:relay_lease */
+  :: atomic { TAKEN_ELSEWHERE(1) -> sent[1] = true }
+  od
 }
 
 active proctype consumer() {

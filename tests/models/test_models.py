@@ -40,7 +40,7 @@ def test_there_are_models_and_defects_enough() -> None:
     assert {model: len(spin.defects(model)) for model in spin.NAMES} == {
         "inbox": 10,
         "kafka": 4,
-        "relay": 5,
+        "relay": 6,
         "failover": 4,
     }
 

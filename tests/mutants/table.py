@@ -984,7 +984,7 @@ _RELAY = (
         "outbox.py",
         '"route": route,',
         '"route": "",',
-        model=_NO_ROUTES,
+        model=Defect("relay", "ROUTE_IGNORED"),
         machine=_NO_OUTBOX,
         tests=pytest_of("worker/test_relay_apps.py::test_an_app_leaves_the_rows_of_another_alone", only=_LITE),
         sweep=_NO_OUTBOX,
