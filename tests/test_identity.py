@@ -113,25 +113,23 @@ async def _nothing(message: Message[Any], tx: Any) -> None:
     """Its messages are only stored."""
 
 
-@pytest.mark.parametrize(
-    ("one", "same"),
-    [
+def test_equal_ids_of_two_types_are_one_message(shop: Shop) -> None:
+    pairs: list[tuple[Any, str]] = [
         (7, "7"),
         (-7, "-7"),
         (2**200, str(2**200)),
         (b"seven", "seven"),
         (CAFE.encode(), CAFE),
         (uuid.UUID(int=7), str(uuid.UUID(int=7))),
-    ],
-)
-def test_equal_ids_of_two_types_are_one_message(shop: Shop, one: Any, same: str) -> None:
+    ]
     shop.handler()
-    assert shop.deliver(paid(one)) is Outcome.PROCESSED
-    assert shop.deliver(paid(same)) is Outcome.DUPLICATE
-    assert shop.effects() == 1
+    for number, (one, same) in enumerate(pairs, 1):
+        assert shop.deliver(paid(one)) is Outcome.PROCESSED, one
+        assert shop.deliver(paid(same)) is Outcome.DUPLICATE, one
+        assert shop.effects() == number, one
 
 
-UNUSABLE = {
+UNUSABLE: dict[str, Any] = {
     "empty": "",
     "NUL": "a\0b",
     "surrogate": "\ud800",
@@ -146,42 +144,46 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("scope", [None, "topic"])
-@pytest.mark.parametrize("value", UNUSABLE.values(), ids=list(UNUSABLE))
-def test_unusable_id_is_quarantined(shop: Shop, value: Any, scope: str | None) -> None:
+def test_unusable_id_is_quarantined(shop: Shop, scope: str | None) -> None:
     shop.handler(id_scope=scope)
-    message = Message[Any](id=value, topic=TOPIC, payload=b"{}")
-    assert shop.deliver(message) is Outcome.QUARANTINED
-    ((reason, seen),) = quarantined(shop.raw)
-    assert reason.startswith("The message")
-    assert (seen, shop.calls) == (1, [])
-    assert [event.reason for event in shop.emitted(MessageQuarantined)] == [reason]
-    assert shop.deliver(message) is Outcome.QUARANTINED
-    assert quarantined(shop.raw) == [(reason, 2)]
-    assert shop.raw.value("SELECT count(*) FROM txbox_inbox") == 0
-    with pytest.raises(UnusableMessage):
-        message_id(message)
+    for name, value in UNUSABLE.items():
+        message = Message[Any](id=value, topic=TOPIC, payload=b"{}")
+        assert shop.deliver(message) is Outcome.QUARANTINED, name
+        ((reason, seen),) = quarantined(shop.raw)
+        assert reason.startswith("The message"), name
+        assert (seen, shop.calls) == (1, []), name
+        assert [event.reason for event in shop.emitted(MessageQuarantined)] == [reason], name
+        assert shop.deliver(message) is Outcome.QUARANTINED, name
+        assert quarantined(shop.raw) == [(reason, 2)], name
+        assert shop.raw.value("SELECT count(*) FROM txbox_inbox") == 0, name
+        with pytest.raises(UnusableMessage):
+            message_id(message)
+        shop.next_case()
 
 
-@pytest.mark.parametrize("field", ["key", "type", "content_type", "topic"])
-@pytest.mark.parametrize("bad", ["a\0b", "a\ud800b"], ids=["NUL", "surrogate"])
-def test_text_that_no_database_keeps_is_quarantined(shop: Shop, field: str, bad: str) -> None:
+def test_text_that_no_database_keeps_is_quarantined(shop: Shop) -> None:
     shop.app.handler("*", consumer=CONSUMER)(lambda message, tx: None)
-    content: dict[str, Any] = {"id": "a", "topic": TOPIC, "payload": b"{}", field: bad}
-    message = Message[Any](**content)
-    assert shop.deliver(message) is Outcome.QUARANTINED
-    ((reason, _),) = quarantined(shop.raw)
-    assert field in reason
+    fields = ("key", "type", "content_type", "topic")
+    for field, bad in itertools.product(fields, ("a\0b", "a\ud800b")):
+        content: dict[str, Any] = {"id": "a", "topic": TOPIC, "payload": b"{}", field: bad}
+        message = Message[Any](**content)
+        assert shop.deliver(message) is Outcome.QUARANTINED, (field, bad)
+        ((reason, _),) = quarantined(shop.raw)
+        assert field in reason, (field, bad)
+        shop.next_case()
 
 
-@pytest.mark.parametrize("value", ["a\0b", "a\ud800b", b"\xff\0", "\U0001f600", None, ""])
-def test_headers_of_any_content_are_kept(shop: Shop, value: Any) -> None:
+def test_headers_of_any_content_are_kept(shop: Shop) -> None:
     """A header is no key: it is stored as ASCII, escaped, and comes back as it was."""
     seen: list[Any] = []
     shop.handler(lambda message, tx: seen.append(message.headers), mode="stored")
-    pairs = [("x-one", value), ("x-one", "again"), ("na\0me", "v")]
-    assert shop.deliver(paid("a", headers=pairs)) is Outcome.DEFERRED
-    assert shop.work() == [Outcome.PROCESSED]
-    assert [tuple(entry) for entry in seen] == [tuple(pairs)]
+    values: list[Any] = ["a\0b", "a\ud800b", b"\xff\0", "\U0001f600", None, ""]
+    for number, value in enumerate(values):
+        pairs = [("x-one", value), ("x-one", "again"), ("na\0me", "v")]
+        assert shop.deliver(paid(f"m{number}", headers=pairs)) is Outcome.DEFERRED, value
+        assert shop.work() == [Outcome.PROCESSED], value
+        assert [tuple(entry) for entry in seen] == [tuple(pairs)], value
+        seen.clear()
 
 
 def test_extractor_that_raises_quarantines(shop: Shop) -> None:
