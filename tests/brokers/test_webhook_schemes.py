@@ -128,6 +128,12 @@ def test_a_signature_is_not_good_for_another_id(text: str) -> None:
     assert verify(lower(forged), after.encode()) is False
 
 
+def test_an_id_that_is_no_text_of_utf_8_is_signed_by_nobody() -> None:
+    """JSON can carry it, as in an event of AWS Lambda."""
+    headers = {**standard("m", BODY), "webhook-id": "\ud800"}
+    assert StandardWebhooks(STANDARD_SECRET)(lower(headers), BODY) is False
+
+
 def test_an_id_of_standard_webhooks_may_have_dots() -> None:
     found = StandardWebhooks(STANDARD_SECRET)(lower(standard("order.2026.7", BODY)), BODY)
     assert isinstance(found, Verified)

@@ -184,7 +184,8 @@ class StandardWebhooks(_Scheme):
         webhook_id, moment = headers.text(f"{kind}-id"), headers.text(f"{kind}-timestamp") or ""
         given = (headers.text(f"{kind}-signature") or "").split()
         signatures = [_unbase64(value[3:]) for value in given if value.startswith("v1,")]
-        content = f"{webhook_id}.{moment}.".encode() + body
+        # a text of JSON, as AWS Lambda has it, may be none that UTF-8 can carry: then it is signed by nobody
+        content = f"{webhook_id}.{moment}.".encode("utf-8", "surrogatepass") + body
         if not webhook_id or not self._fresh(moment) or not self._signed(content, signatures):
             return False
         if _TIME_IN_ID.search(webhook_id):
