@@ -822,6 +822,7 @@ class App:
         hosts: Iterable[str] = (),
         proxies: Iterable[str] = (),
         secret: str | None = None,
+        login: str | None = None,
     ) -> Dashboard:
         """Return the dashboard as an ASGI app to mount in your own; `txbox ui` serves it by itself.
 
@@ -830,13 +831,16 @@ class App:
             hosts: host names it is served under, besides loopback.
             proxies: addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed.
             secret: at least 24 bytes, the same in all processes that serve it.
+            login: where your application logs people in, such as "/login?next={next}".
 
         Raises:
             ConfigurationError: its libraries are not installed, or there is no authenticator.
         """
         with installed("ui", "The dashboard"):
             from txbox.ui import Dashboard
-        return Dashboard(self, authenticator, hosts=hosts, proxies=proxies, secret=secret)
+        return Dashboard(
+            self, authenticator, hosts=hosts, proxies=proxies, secret=secret, login=login
+        )
 
     def close(self) -> None:
         """Close the connections that txbox opened itself."""

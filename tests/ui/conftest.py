@@ -126,9 +126,10 @@ def serve() -> Iterator[Serve]:
         hosts: tuple[str, ...] = (),
         proxies: tuple[str, ...] = (),
         secret: str | None = None,
+        login: str | None = None,
     ) -> Browser:
         who = authenticator or Token(TOKEN, actor="ann", grants=grants)
-        dashboard = app.asgi(who, hosts=hosts, proxies=proxies, secret=secret)
+        dashboard = app.asgi(who, hosts=hosts, proxies=proxies, secret=secret, login=login)
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         server = Server(dashboard, listener, DASHBOARD)

@@ -57,6 +57,25 @@ def test_latency_is_in_powers_of_ten_and_has_gaps() -> None:
     assert "p50 -" in latency.steps[57].sentence
 
 
+def test_latencies_are_a_map_with_the_sum_of_each_row_beside() -> None:
+    assert counted({"processed": 1}, {}).heat is None
+    few, many = within(0.004, 1), within(4.0, 100)
+    heat = counted({"latency": few}, {}, {"latency": many}, {"latency": many}).heat
+    assert heat is not None
+    assert heat.rows[0] == ("up to 5 s", 200)
+    assert heat.rows[-1] == ("up to 5 ms", 1)
+    assert len(heat.rows) == 10, "and all between"
+    # the darkest is the most; two steps with as many are one rectangle; few are visible beside many
+    assert heat.shades == (
+        (1, "M560 90.0h10v10.0h-10z"),
+        (5, "M580 0.0h20v10.0h-20z"),
+    )
+    assert heat.bars == "M0 1.5h100.0v7.0H0zM0 91.5h1.0v7.0H0z"
+    assert heat.description.endswith(
+        "100 ms, 0 up to 200 ms, 0 up to 500 ms, 0 up to 1 s, 0 up to 2 s, 200 up to 5 s"
+    )
+
+
 def test_the_backlog_of_before_is_that_of_now_less_what_came_and_went() -> None:
     lag = counted(
         {"received": 100, "processed": 40}, {"received": 5, "processed": 25, "oldest_s": 30.0},

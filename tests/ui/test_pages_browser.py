@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests.support import browser as installed
+from tests.support import demo_data
 from tests.support.dashboard import TOKEN, Broken, fill, order, shop
-from tests.support.databases import NewDatabase, require
+from tests.support.databases import NewDatabase, Raw, require
 from tests.support.servers import ROOT
-from tests.support.waiting import DEADLINE_S
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from tests.ui.conftest import ALL, Serve
 from txbox import App
-from txbox.ui import Token, Tokens
+from txbox.admin import Admin
+from txbox.ui import Token, Tokens, pages
 
 pytestmark = pytest.mark.slow
 expect.set_options(timeout=DEADLINE_S * 1000)
@@ -35,6 +38,7 @@ PAGES = {
     "message": "/message?consumer=billing&message_id=order-0017",
     "failures": "/failures",
     "quarantine": "/quarantine",
+    "consumer-table": "/consumer?name=billing&table=1",
     "outbox": "/outbox",
     "workers": "/workers",
     "database": "/database?examine=1",
@@ -165,37 +169,187 @@ def busy_quarantined(page: Page) -> str:
     return str(page.locator("th.id a").first.get_attribute("href"))
 
 
-def test_from_the_list_by_the_group_and_the_canary_to_processed(
-    chromium: Browser, serve: Serve, url: str, broken: Broken
+class Hand:
+    """Does what an operator does, with a pointer or by the keyboard alone."""
+
+    def __init__(self, page: Page, *, keyboard: bool) -> None:
+        self.page = page
+        self._keyboard = keyboard
+
+    def reach(self, place: Locator) -> None:
+        """Go from what has the focus to this, by as many tabs as it takes."""
+        place.wait_for(state="attached")
+        for _ in range(300):
+            if place.evaluate("element => element === document.activeElement"):
+                return
+            self.page.keyboard.press("Tab")
+        raise AssertionError(f"the keyboard does not come to {place}")
+
+    def press(self, place: Locator) -> None:
+        if self._keyboard:
+            self.reach(place)
+            self.page.keyboard.press("Enter")
+        else:
+            place.click()
+
+    def type(self, place: Locator, text: str) -> None:
+        if self._keyboard:
+            self.reach(place)
+            self.page.keyboard.type(text)
+        else:
+            place.fill(text)
+
+    def step_of_a_chart(self, said: str) -> None:
+        """Follow the first step of a chart that says this."""
+        chart = self.page.locator(".chart").first
+        steps = chart.locator("a").filter(has_text=said)
+
+        def counted() -> bool:
+            # workers write their counts every few seconds, and no page without scripts refreshes itself
+            if not steps.count():
+                self.page.reload()
+            return steps.count() > 0
+
+        eventually(lambda: counted() or None, f"a step with {said!r}")
+        if not self._keyboard:
+            steps.first.click()
+            return
+        self.reach(chart.locator("svg"))
+        self.page.keyboard.press("Home")
+        while not steps.first.evaluate("element => element === document.activeElement"):
+            self.page.keyboard.press("ArrowRight")
+        self.page.keyboard.press("Enter")
+
+
+@pytest.mark.parametrize(
+    ("url", "how"),
+    [
+        ("sqlite", "pointer"),
+        ("postgresql", "pointer"),
+        ("sqlite", "keyboard"),
+        ("sqlite", "without scripts"),
+    ],
+    indirect=["url"],
+)
+def test_from_an_alert_by_the_time_the_group_and_the_canary_to_processed(
+    how: str, chromium: Browser, serve: Serve, url: str, broken: Broken
 ) -> None:
     with shop(url, broken) as app, running(worker(app)):
         fill(app, orders=30)
-        dead = app.process(order(11 * 50), consumer="billing")
-        page = opened(chromium, serve(app).port)
+
+        def retries() -> bool:
+            (status,) = [one for one in Admin(app).status() if one.consumer == "billing"]
+            return status.counts.get("failed", 0) == 0
+
+        # their second attempts fail, too, and then they are dead
+        eventually(lambda: retries() or None, "the last attempts")
+        page = opened(chromium, serve(app).port, scripts=how != "without scripts")
         log_in(page)
-        # two attempts, then they are dead
-        page.goto("/messages?status=dead&consumer=billing")
+        said, hand = complaints(page), Hand(page, keyboard=how == "keyboard")
+        title = page.get_by_role("heading", level=1)
+        # the alert leads to what it is about
+        hand.press(page.locator(".alert a", has_text="billing").first)
         expect(page.locator("tbody tr").filter(has_text="TimeoutError").first).to_be_visible()
-        assert dead in ("failed", "dead")
+        # what was received when they became dead
+        hand.press(page.get_by_role("link", name="Overview", exact=True))
+        hand.press(page.locator("tbody").get_by_role("link", name="billing").first)
+        expect(title).to_contain_text("billing")
+        hand.step_of_a_chart("dead")
+        expect(page.get_by_label("Received from")).not_to_have_value("")
+        expect(page.locator("select[name=consumer]")).to_have_value("billing")
+        expect(page.locator("tbody tr").filter(has_text="order-0022")).to_be_visible()
+        # the beginning of an id
+        search = page.get_by_label("Search")
+        hand.type(search, "order-002")
+        hand.press(page.get_by_role("button", name="Filter"))
+        expect(page).to_have_url(re.compile("id_prefix=order-002"))
+        expect(page.locator("tbody tr").filter(has_text="order-0022")).to_be_visible()
+        expect(page.locator("tbody tr").filter(has_text="order-0011")).to_have_count(0)
 
         def canary() -> None:
-            page.get_by_role("link", name="Failures").click()
+            hand.press(page.get_by_role("link", name="Failures", exact=True))
             group = page.locator("tr").filter(has_text="TimeoutError at dashboard.py:bill")
-            group.get_by_role("button", name="Canary…").click()
-            page.get_by_label("Reason").fill("the gateway answers again")
-            page.locator("button.first").click()
+            hand.press(group.get_by_role("button", name="Retry with canary…"))
+            hand.type(page.get_by_label("Reason"), "the gateway answers again")
+            hand.press(page.locator("button.first"))
 
         canary()
+        # it undoes itself: what failed again is dead again
         expect(page.get_by_text("Stopped: the failure returned")).to_be_visible()
+        eventually(lambda: retries() or None, "the last attempts")
         broken.gateway = False
-        page.goto("/failures")
-        if page.get_by_role("button", name="Canary…").count():
-            canary()
-            expect(page.get_by_text("the failure did not return")).to_be_visible()
+        canary()
+        expect(page.get_by_text("the failure did not return")).to_be_visible()
         page.goto("/message?consumer=billing&message_id=order-0022")
         expect(page.locator("h1 .status.processed")).to_be_visible()
         page.goto("/audit")
         expect(page.get_by_text("the gateway answers again").first).to_be_visible()
+        assert not said
+
+
+def test_much_is_discarded_with_its_typed_number(
+    chromium: Browser,
+    serve: Serve,
+    sqlite_url: str,
+    raw: Callable[[str], Raw],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pages, "_TYPED", 20)
+    view = raw(sqlite_url)
+    demo_data.fill(view, scale=0.003)
+    aside = "SELECT count(*) FROM txbox_quarantine WHERE status = 'quarantined'"
+    flood = view.value(f"{aside} AND message_id LIKE '//legacy-crm %'")
+    others = view.value(aside) - flood
+    assert flood > 20
+    assert others
+    with App(sqlite_url) as app:
+        page = opened(chromium, serve(app).port)
+        log_in(page)
+        # one producer of two that reuse ids
+        page.get_by_role("link", name="Quarantine", exact=True).click()
+        group = page.locator("table.groups tr").filter(has_text="legacy-crm")
+        expect(group.get_by_role("cell", name=str(flood), exact=True)).to_be_visible()
+        group.get_by_role("button", name="Discard…").click()
+        expect(page.get_by_text("Discarding cannot be undone.")).to_be_visible()
+        expect(page.get_by_text("//legacy-crm").first).to_be_visible()
+        do = page.locator("button.first.risky")
+        typed = page.get_by_label(f"Type {flood}")
+        for reason, number in (("", ""), ("a flood", ""), ("a flood", str(flood - 1))):
+            page.get_by_label("Reason").fill(reason)
+            typed.fill(number)
+            do.click()
+            # the browser does not send it
+            expect(page.get_by_role("heading", level=1)).to_contain_text("Discard")
+            assert page.locator(":invalid").count()
+        typed.fill(str(flood))
+        do.click()
+        expect(page.get_by_text(f"{flood} quarantined messages discarded.")).to_be_visible()
+    assert view.value(aside) == others
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_the_keys_are_listed_and_lead_to_every_page(
+    chromium: Browser, busy: App, serve: Serve
+) -> None:
+    page = opened(chromium, serve(busy).port)
+    log_in(page)
+    page.keyboard.press("?")
+    keys = page.locator("dialog")
+    expect(keys).to_be_visible()
+    assert not violations(page, again=False)
+    page.keyboard.press("g")
+    page.keyboard.press("m")
+    page.keyboard.press("Escape")
+    expect(keys).to_be_hidden()
+    for key, name in {"m": "Messages", "f": "Failures", "q": "Quarantine", "x": "Outbox", "w": "Workers",
+                      "d": "Database", "a": "Audit", "c": "Changes", "o": "Overview"}.items():  # fmt: skip
+        expect(page.locator("dt").filter(has_text=re.compile(f"g {key}"))).to_have_count(1)
+        page.keyboard.press("g")
+        page.keyboard.press(key)
+        expect(page.get_by_role("heading", level=1)).to_have_text(name)
+    page.goto("/messages")
+    page.keyboard.press("/")
+    expect(page.get_by_label("Search")).to_be_focused()
 
 
 @pytest.mark.parametrize("width", [1280, 400])

@@ -16,6 +16,7 @@ from tests.support.demo_data import CONSUMERS, STREAMS, fill
 from tests.ui.conftest import Answer, Browser, Serve
 from tests.ui.test_pages import PAGES, Elements, carried_out
 from txbox import App, Message
+from txbox.admin import Admin, look
 from txbox.store.dialect import as_time
 from txbox.ui import pages
 
@@ -143,6 +144,85 @@ def test_the_search_box_takes_an_id_its_beginning_a_key_or_criteria(
         in browser.get("/messages?error_type=KeyErorr&status=dead").text
     )
     assert browser.get("/messages?since=yesterday").status == 400
+
+
+@pytest.mark.every_database
+def test_what_failed_and_what_is_aside_is_grouped(
+    night: App, serve: Serve, raw: Callable[[str], Raw], database_url: str
+) -> None:
+    browser, view = serve(night), raw(database_url)
+    dead = view.value("SELECT count(*) FROM txbox_inbox WHERE fingerprint LIKE 'KeyError at %'")
+    page = browser.get("/failures").text
+    (group,) = [row for row in page.split("<tr>") if "KeyError at billing.py:take_payment" in row]
+    assert f'data-label="Messages">{dead}<' in group
+    assert f"failed in the last 24 hours: {dead}" in group, "the deploy was five hours ago"
+    for by, heading in (("count", "Messages"), ("first", "First received"), ("trend", "Last 24")):
+        page = browser.get(f"/failures?by={by}").text
+        assert re.search(rf'aria-sort="descending"><a href="[^"]*by={by}">{heading}', page)
+    begun = view.rows(
+        "SELECT fingerprint, min(received_at) FROM txbox_inbox WHERE fingerprint IS NOT NULL"
+        " AND status IN ('dead', 'failed') GROUP BY fingerprint ORDER BY 2 DESC"
+    )
+    page = browser.get("/failures?by=first").text
+    assert re.findall(r'class="what">([^<]+)<', page) == [
+        name.decode() if isinstance(name, bytes) else name for name, _ in begun
+    ]
+    # one producer of several whose ids are reused
+    aside = "SELECT count(*) FROM txbox_quarantine WHERE message_id LIKE "
+    page = browser.get("/quarantine").text
+    assert "legacy-crm" in page
+    assert "No handler consumes it." in page
+    for producer in ("//legacy-crm", "//shop-web"):
+        (row,) = [row for row in page.split("<tr>") if f">{producer}<" in row]
+        count = view.value(
+            f"{aside}'{producer} %'".replace("%", "%%" if view.product != "sqlite" else "%")
+        )
+        assert f'data-label="Messages">{count}<' in row
+        link = re.search(r'<th scope="row"><a href="([^"]*)"', row)
+        assert link
+        listed = ids(browser.get(unescape(link[1])))
+        assert listed
+        assert all(name.startswith(f"{producer} ") for name in listed)
+        assert len(listed) == min(count, 50)
+    # the groups are of all that wait, not of what a filter leaves
+    assert "By reason and producer" not in browser.get("/quarantine?topic=customers").text
+
+
+def test_a_flood_elsewhere_does_not_cut_a_group(
+    night_sqlite: App, raw: Callable[[str], Raw], sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_GROUPED", "_GROUPED_MIN"):
+        monkeypatch.setattr(look, name, {"_GROUPED": 60, "_GROUPED_MIN": 2}[name])
+    counts = dict(
+        raw(sqlite_url).rows(
+            "SELECT fingerprint, count(*) FROM txbox_inbox WHERE status IN ('dead', 'failed') GROUP BY 1"
+        )
+    )
+    assert max(counts.values()) > 60 // 26, "a share for each consumer and status is less"
+    groups = Admin(night_sqlite).failures()
+    assert {group.fingerprint: group.count for group in groups} == counts
+    assert not any(group.more for group in groups)
+    monkeypatch.setattr(look, "_GROUPED", 2)
+    assert any(group.more for group in Admin(night_sqlite).failures())
+
+
+def test_attempts_that_failed_alike_are_one_line(
+    night_sqlite: App, serve: Serve, raw: Callable[[str], Raw], sqlite_url: str
+) -> None:
+    dead = raw(sqlite_url).value(
+        "SELECT max(message_id) FROM txbox_inbox WHERE status = 'dead' AND error_type = 'KeyError'"
+    )
+    page = serve(night_sqlite).get(f"/message?consumer=billing&message_id={dead}").text
+    timeline = page[page.index("Timeline") : page.index("</ol>")]
+    assert "attempts 6 and 7" in timeline
+    assert "attempt 8" in timeline
+    # the exception stands in the section of the last error, and its text, too
+    assert "KeyError" not in timeline
+    assert "currency" not in timeline
+    assert page.count("<code>KeyError at billing.py:take_payment</code>") == 1
+    workers = serve(night_sqlite).get("/workers").text
+    assert workers.count("ACCESS_REFUSED") == 1
+    assert "<summary>11 consumers</summary>" in workers
 
 
 def test_a_list_begins_with_what_is_looked_for(night_sqlite: App, serve: Serve) -> None:

@@ -90,6 +90,22 @@ def test_a_host_application_turns_away(app: App, serve: Serve) -> None:
     assert seen == [LoginRefused(cause="host", address="127.0.0.1")]
 
 
+def test_a_host_application_may_log_in_whom_it_turns_away(app: App, serve: Serve) -> None:
+    browser = serve(
+        app, authenticator=lambda _: None, login="https://shop.example/login?next={next}"
+    )
+    answer = browser.get("/messages?q=a b&status=dead".replace(" ", "%20"))
+    assert answer.status == 303
+    to = answer.headers["location"]
+    assert to == "https://shop.example/login?next=%2Fmessages%3Fq%3Da%2520b%26status%3Ddead"
+    # what a form would have done is not done later
+    assert browser.ask("POST", "/change", {}).headers["location"].endswith("?next=%2F")
+    # a page that is kept fresh is not followed to a login
+    assert browser.get("/live").status == 401
+    with pytest.raises(ConfigurationError, match="tokens have a page of their own"):
+        app.asgi(Token(TOKEN, actor="ann"), login="/login")
+
+
 @pytest.mark.parametrize(("path", "grant"), GRANTED)
 def test_a_route_is_403_without_its_grant(path: str, grant: Grant, app: App, serve: Serve) -> None:
     browser = serve(app, grants=tuple(other for other in ALL if other != grant))

@@ -78,6 +78,7 @@ class Admin(Look, Replays, Canary, Encryption):
     list_async = _twin(Look.list)
     page_async = _twin(Look.page)
     failures_async = _twin(Look.failures)
+    quarantine_groups_async = _twin(Look.quarantine_groups)
     audit_async = _twin(Look.audit)
     show_async = _twin(Look.show)
     reveal_async = _twin(Look.reveal)

@@ -31,6 +31,7 @@ from txbox.admin.tables import (
     OutboxFilter,
     OutboxMessage,
     PartitionStatus,
+    QuarantineGroup,
     RowT,
     Table,
     TableSize,
@@ -430,10 +431,16 @@ class Look(Reader):
         }  # fmt: skip
         return {column: sorted(known - {"", "*"}) for column, known in names.items()}
 
-    def hint(self, where: Filter[Any, Any]) -> str:
-        """Which name a filter may have meant that matches nothing; "" where nothing is like it."""
+    def hint(
+        self, where: Filter[Any, Any], known: Mapping[str, Sequence[str]] | None = None
+    ) -> str:
+        """Which name a filter may have meant that matches nothing; "" where nothing is like it.
+
+        Args:
+            known: what `names` has read, and not long ago; by default it is read now.
+        """
         criteria = where.criteria()
-        for column, names in self.names().items():
+        for column, names in (self.names() if known is None else known).items():
             name = criteria.get(column)
             if not isinstance(name, str) or name in names or len(name) > _LIKE_MAX:
                 continue
@@ -449,20 +456,42 @@ class Look(Reader):
         """
         groups: dict[tuple[str | None, str | None], FailureGroup] = {}
         consumers = self.consumers() if consumer is None else [consumer]
-        share = _GROUPED // (2 * len(consumers) or 1)
-        most = min(max(share, _GROUPED_MIN), _GROUPED_MAX)
-        for name in consumers:
-            for status in ("dead", "failed"):
-                params = {"consumer": name, "status": status, "most": most}
-                found = self._page_rows("failure_groups", params)
-                more = sum(int(row[2]) for row in found) == most
-                for row in found:
-                    fresh = _failures(name, status, row, more=more)
-                    key = fresh.fingerprint, fresh.error_type
-                    groups[key] = groups[key].joined(fresh) if key in groups else fresh
+        kinds = [(name, status) for name in consumers for status in ("dead", "failed")]
+        most = min(max(_GROUPED // (len(kinds) or 1), _GROUPED_MIN), _GROUPED_MAX)
+        found = {kind: self._failed(kind, most) for kind in kinds}
+        read = {kind: sum(int(row[2]) for row in rows) for kind, rows in found.items()}
+        full = [kind for kind in kinds if read[kind] == most]
+        if full:
+            # those that have more share what the others do not need
+            spare = max(0, _GROUPED - sum(read.values())) // len(full)
+            most = min(most + spare, _GROUPED_MAX)
+            found |= {kind: self._failed(kind, most) for kind in full}
+        for kind, rows in found.items():
+            more = kind in full and sum(int(row[2]) for row in rows) == most
+            for row in rows:
+                fresh = _failures(*kind, row, more=more)
+                key = fresh.fingerprint, fresh.error_type
+                groups[key] = groups[key].joined(fresh) if key in groups else fresh
         largest = sorted(groups.values(), key=lambda group: group.count, reverse=True)
         shown, others = largest[:_SHOWN_GROUPS], largest[_SHOWN_GROUPS:]
         return [*(replace(group, error=self._error_of(*group.sample)) for group in shown), *others]
+
+    def _failed(self, kind: tuple[str, str], most: int) -> Rows:
+        params = {"consumer": kind[0], "status": kind[1], "most": most}
+        return self._page_rows("failure_groups", params)
+
+    def quarantine_groups(self) -> Sequence[QuarantineGroup]:
+        """Group the newest quarantined messages by reason, consumer, topic and producer, the largest group first."""
+        rows = self._page_rows("quarantine_groups", {"most": _GROUPED_MAX})
+        more = sum(int(row[4]) for row in rows) == _GROUPED_MAX
+        groups = [
+            QuarantineGroup(
+                consumer=consumer, reason=reason, topic=topic, source=source, count=int(count),
+                first_at=as_time(first) or FIRST, last_at=as_time(last) or FIRST, more=more,
+            )
+            for consumer, reason, topic, source, count, first, last in rows
+        ]  # fmt: skip
+        return sorted(groups, key=lambda group: group.count, reverse=True)
 
     def _error_of(self, consumer: str, message_id: str) -> str | None:
         """The first line of a message's error; None when it is gone."""
@@ -559,7 +588,9 @@ def _topics(rows: Rows) -> list[TopicStatus]:
 
 
 def _failures(consumer: str, status: str, row: Sequence[Any], *, more: bool) -> FailureGroup:
-    fingerprint, error_type, count, first, last, message_id = row
+    fingerprint, error_type, count, first, last, message_id, hour = row
+    # clocks differ, and half of nothing is rounded away from it
+    ago = max(0, int(hour))
     # one that somebody has altered is as old as can be
     first_at, last_at = as_time(first) or FIRST, as_time(last) or FIRST
     return FailureGroup(
@@ -570,6 +601,7 @@ def _failures(consumer: str, status: str, row: Sequence[Any], *, more: bool) -> 
         first_at=first_at,
         last_at=last_at,
         sample=(consumer, message_id),
+        by_hour=tuple(int(count) if ago == 23 - place else 0 for place in range(24)),
         more=more,
     )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
 from txbox.admin import tables
-from txbox.admin.tables import INBOX, Filter, MessageT
+from txbox.admin.tables import INBOX, QUARANTINE, Filter, MessageT
 from txbox.brokers.base import Source
 from txbox.connections import open_database
 from txbox.connections.base import Database
@@ -346,7 +346,8 @@ class Reader:
             where: the key of one message; in the quarantine all that are like it.
         """
         table, params = where.table, {**where.params(), "limit": _SHOWN_MAX}
-        found = self.rows(f"{table.name}_show", params)
+        of_one = table is QUARANTINE and params["consumer"] is not None and where.message_id
+        found = self.rows(f"{table.name}_show{'_id' if of_one else ''}", params)
         attempts = self.rows("inbox_attempts", params) if found and table is INBOX else ()
         columns = self.columns
         return [tables.message_of(columns, table, row, attempts, reveal=reveal) for row in found]

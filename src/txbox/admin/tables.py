@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta
+from operator import add
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from txbox.boundaries import Boundary, log
@@ -116,6 +117,7 @@ class FailureGroup:
         first_at: when the first of them was received.
         last_at: when one of them failed last.
         sample: consumer and id of one of them.
+        by_hour: how many failed last in each of the last 24 hours, the oldest first.
         error: the first line of the sample's error, for the largest groups.
         more: only the newest failures of a consumer were grouped; there may be more.
     """
@@ -127,6 +129,7 @@ class FailureGroup:
     first_at: datetime
     last_at: datetime
     sample: tuple[str, str]
+    by_hour: tuple[int, ...]
     error: str | None = None
     more: bool = False
 
@@ -134,15 +137,38 @@ class FailureGroup:
         """This group with those of another consumer or status."""
         consumers = {name: dict(counts) for name, counts in self.consumers.items()}
         for name, counts in other.consumers.items():
-            consumers.setdefault(name, {}).update(counts)
+            known = consumers.setdefault(name, {})
+            for status, count in counts.items():
+                known[status] = known.get(status, 0) + count
         return replace(
             self,
             count=self.count + other.count,
             consumers=consumers,
             first_at=min(self.first_at, other.first_at),
             last_at=max(self.last_at, other.last_at),
+            by_hour=tuple(map(add, self.by_hour, other.by_hour)),
             more=self.more or other.more,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineGroup:
+    """Quarantined messages that wait for a decision, of one reason, consumer, topic and producer.
+
+    Attributes:
+        consumer: "" where no handler takes them.
+        source: that of CloudEvents, whose ids begin with it and a blank; None for other ids.
+        more: only the newest were grouped; there may be more.
+    """
+
+    consumer: str
+    reason: str
+    topic: str | None
+    source: str | None
+    count: int
+    first_at: datetime
+    last_at: datetime
+    more: bool
 
 
 # The fields of a row are the columns of its `…_list` query, in their order.
@@ -464,12 +490,14 @@ class QuarantineFilter(Filter[QuarantineRow, QuarantinedMessage]):
 
     Args:
         hash: of the payload, in hexadecimal digits; a prefix is enough.
+        reason: why they were set aside, word for word.
     """
 
     table = QUARANTINE
 
     consumer: str | None = None
     hash: str | None = None
+    reason: str | None = None
 
 
 def stored_id(message_id: str) -> str:

@@ -163,7 +163,7 @@ def topics(statuses: Iterable[TopicStatus]) -> View:
 
 def sizes(tables: Iterable[TableSize]) -> View:
     """How large the tables are."""
-    view = View(("table", "table size", "index size", "partitions"), [])
+    view = View(("table", "table, MB", "indexes, MB", "partitions"), [])
     for size in tables:
         parts = size.partitions if size.partitions > 1 else "-"
         sizes = _megabytes(size.table_bytes), _megabytes(size.index_bytes)
@@ -333,7 +333,7 @@ def _age(seconds: float | None) -> Cell:
 
 
 def _megabytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / 1_000_000:,.1f} MB"
+    return "-" if count is None else f"{count / 1_000_000:,.1f}"
 
 
 _ATTRIBUTES = {

@@ -12,6 +12,8 @@
 --   [same a, b]                  a = b, where NULL equals NULL
 --   [on_conflict table, keys]    the beginning of an upsert's second half; [new column] is the value that was to be inserted
 --   [open]                       the predicate of the partial indexes over open rows, which some planners cannot infer
+--   [waiting_aside]              the quarantine, by the index of what waits for a decision
+--   [first_space text]           where the first blank of a text is, from 1; 0 is nowhere
 --   [by_status]                  the rows of :consumer, by the index that has them by status and arrival
 --   [inbox_read]                 SELECT … FROM: the rows of `:rows.consumer` and `:rows.message_id`, by their key
 --   [inbox_of], [inbox_list], [is_inbox_of]   UPDATE … SET … WHERE: the same rows; and of the quarantine, with :rows.hash
@@ -389,7 +391,7 @@ SELECT [text outbox.topic], [text outbox.route], outbox.state, count(*), [age mi
        [some 'failed'],
        [some 'dead'],
        [some 'discarded'],
-       (SELECT count(*) FROM (SELECT 1 FROM txbox_quarantine WHERE consumer = :consumer::text AND status = 'quarantined'
+       (SELECT count(*) FROM (SELECT 1 FROM [waiting_aside] WHERE consumer = :consumer::text AND status = 'quarantined'
                                LIMIT :most::integer) AS counted),
        [oldest 'pending'],
        [oldest 'processing'],
@@ -489,13 +491,15 @@ SELECT consumer FROM aside WHERE consumer IS NOT NULL
 
 -- name: failure_groups
 -- The newest failures of one consumer and status, as many as are looked at, by what they have in common.
+-- Each hour of the last day has a row; 24 is before that.
 [look] newest.fingerprint, newest.error_type, count(*), [time min(newest.received_at)],
-       [time max(newest.updated_at)], [text min(newest.message_id)]
-  FROM (SELECT fingerprint, error_type, received_at, updated_at, message_id
+       [time max(newest.updated_at)], [text min(newest.message_id)], newest.hour
+  FROM (SELECT fingerprint, error_type, received_at, updated_at, message_id,
+               CASE WHEN [age updated_at] < 86400 THEN round([age updated_at] / 3600.0 - 0.5) ELSE 24 END AS hour
           FROM [by_status] AND status <> 'processed' AND status = :status::text
          ORDER BY arrival DESC
          LIMIT :most::integer) AS newest
- GROUP BY newest.fingerprint, newest.error_type
+ GROUP BY newest.fingerprint, newest.error_type, newest.hour
 
 -- name: inbox_show
 SELECT [inbox_row],
@@ -701,6 +705,7 @@ UPDATE [outgoing_of message_id] SET status = 'pending', route = :to::text, token
 [is topic]
    AND [is type]
    AND (:key::text IS NULL OR txbox_quarantine.key = :key::text)
+   AND [is reason]
    AND [within received_at, message_id]
 
 -- fragment: quarantine_page
@@ -730,6 +735,25 @@ SELECT [quarantine_row]
  WHERE [quarantine_named]
  ORDER BY received_at
  LIMIT :limit::integer
+
+-- name: quarantine_show_id
+-- The same of one consumer and id, by the key.
+SELECT [quarantine_row]
+  FROM txbox_quarantine
+ WHERE consumer = :consumer::text AND message_id = :message_id::text AND [hash_begins]
+ ORDER BY received_at
+ LIMIT :limit::integer
+
+-- name: quarantine_groups
+-- The newest that wait for a decision, as many as are looked at, by reason and by what their ids begin with: those of
+-- CloudEvents begin with their source.
+[look] [text newest.consumer], newest.reason, [text newest.topic], [text newest.source], count(*),
+       [time min(newest.received_at)], [time max(newest.received_at)]
+  FROM (SELECT consumer, reason, topic, received_at, substr(message_id, 1, nullif([first_space message_id], 0) - 1) AS source
+          FROM txbox_quarantine WHERE status = 'quarantined'
+         ORDER BY received_at DESC, hash DESC, consumer DESC, message_id DESC
+         LIMIT :most::integer) AS newest
+ GROUP BY newest.consumer, newest.reason, newest.topic, newest.source
 
 -- name: quarantine_count
 SELECT status, [text consumer], count(*), 0 FROM txbox_quarantine
@@ -971,7 +995,7 @@ SELECT count(*), [age min(oldest.staged_at)], count(CASE WHEN substr(oldest.topi
 
 -- name: doctor_quarantined
 SELECT count(*), [age min(oldest.received_at)], [age max(oldest.received_at)]
-  FROM (SELECT received_at FROM txbox_quarantine
+  FROM (SELECT received_at FROM [waiting_aside]
          WHERE consumer = :consumer::text AND status = 'quarantined' LIMIT :limit::integer) AS oldest
 
 -- name: doctor_keys

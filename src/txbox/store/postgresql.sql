@@ -20,6 +20,8 @@
 -- fragment: hex column = encode([column], 'hex')
 -- fragment: open = status <> 'processed' AND
 -- POSIX as in is_due.
+-- fragment: first_space text = strpos([text], ' ')
+-- fragment: waiting_aside = txbox_quarantine
 -- fragment: by_status = txbox_inbox WHERE consumer = :consumer::text COLLATE "POSIX"
 -- fragment: outbox_by_due = txbox_outbox
 -- fragment: inbox_by_due = txbox_inbox

@@ -91,9 +91,11 @@ class Dashboard:
         proxies: addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed.
         secret: 24 bytes or more, the same in all processes that serve it; without it a login is known to
             one process, and until its end.
+        login: where the host application logs people in: who is turned away is sent there, with the page that was
+            asked for in place of `{next}`, as in "/login?next={next}".
 
     Raises:
-        ConfigurationError: no authenticator, or a secret that is too short.
+        ConfigurationError: no authenticator, a secret that is too short, or a login beside tokens.
 
     Nothing connects before the first page.
     """
@@ -106,6 +108,7 @@ class Dashboard:
         hosts: Iterable[str] = (),
         proxies: Iterable[str] = (),
         secret: str | None = None,
+        login: str | None = None,
     ) -> None:
         # callers without types may pass None, or a class instead of an object
         host: Any = Tokens(authenticator) if isinstance(authenticator, Token) else authenticator
@@ -113,6 +116,10 @@ class Dashboard:
             raise ConfigurationError(
                 "The dashboard does not start without an authenticator: give it a Token, Tokens, a TrustedHeader, or a "
                 "callable that returns an Access."
+            )
+        if login is not None and isinstance(host, Tokens):
+            raise ConfigurationError(
+                "login= is where an application of yours logs people in: tokens have a page of their own."
             )
         self.admin = target if isinstance(target, Admin) else Admin(target)
         self._tokens = host if isinstance(host, Tokens) else None
@@ -128,7 +135,7 @@ class Dashboard:
         self._streams = 0
         self._summary: tuple[float, str] = (0.0, "")
         self._summary_lock = threading.Lock()
-        self._pages = Pages(self.admin, self._tokens, self._signer)
+        self._pages = Pages(self.admin, self._tokens, self._signer, login)
 
     def close(self) -> None:
         """End what runs between two batches, and close what this dashboard has opened itself."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from txbox.admin.activity import Activities, Activity, WorkerStatus
 from txbox.admin.tables import Audited
-from txbox.store.activity import Counts, Pause
+from txbox.store.activity import BOUNDS_S, Counts, Histogram, Pause
 from txbox.text import age, counted, lasting
 
 #: Units of a chart across one step, and from its top to its ground.
@@ -20,6 +20,7 @@ _SHARES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
 #: Processes that start within this belong to one deploy.
 _TOGETHER = timedelta(minutes=10)
 _TICKS = 4
+_SHADES = 5
 
 
 class Step(NamedTuple):
@@ -61,15 +62,33 @@ class Marker(NamedTuple):
     sentence: str
 
 
+class Heat(NamedTuple):
+    """How long messages took: a row for each stored bucket, the longest above, and a column for each step.
+
+    Attributes:
+        shades: how dark, from 1, and the drawing.
+        bars: the rows of all steps together.
+        rows: what each row counts, and how many there are.
+        description: all of it in a sentence.
+    """
+
+    shades: tuple[tuple[int, str], ...]
+    bars: str
+    rows: tuple[tuple[str, int], ...]
+    description: str
+
+
 class Charts(NamedTuple):
     """The charts of one consumer, of one route, or of all consumers.
 
     Attributes:
         ticks: the times below, at equal distances.
+        heat: None where nothing was processed.
     """
 
     width: int
     charts: tuple[Chart, ...]
+    heat: Heat | None
     markers: tuple[Marker, ...]
     ticks: tuple[str, ...]
 
@@ -104,6 +123,7 @@ def charts(
     return Charts(
         width=STEP * length,
         charts=drawn,
+        heat=_heat(steps),
         markers=(*_deploys(workers, time), *_pauses(paused, changes, time)),
         ticks=(*(f"{at:{shape}}" for at in every), f"{time.until:%H:%M} UTC"),
     )
@@ -210,6 +230,50 @@ def _backlog(steps: Sequence[Counts], unfinished: int) -> list[int]:
         ended = counts.processed + counts.duplicate + counts.dead + counts.quarantined
         unfinished += ended - counts.received
     return amounts[::-1]
+
+
+def _heat(steps: Sequence[Counts]) -> Heat | None:
+    total = Histogram()
+    for counts in steps:
+        total.merge(counts.latency)
+    known = [place for place, count in enumerate(total.buckets) if count]
+    if not known:
+        return None
+    places = range(known[-1], known[0] - 1, -1)
+    height = HEIGHT / len(places)
+    most = max(max(counts.latency.buckets) for counts in steps)
+    drawings: dict[int, list[str]] = {}
+    for row, place in enumerate(places):
+        shades = [_shade(counts.latency.buckets[place], most) for counts in steps]
+        # neighbours of one shade are one rectangle
+        begins = [at for at, shade in enumerate(shades) if not at or shade != shades[at - 1]]
+        for at, end in zip(begins, [*begins[1:], len(shades)], strict=True):
+            if shade := shades[at]:
+                drawings.setdefault(shade, []).append(
+                    f"M{at * STEP} {row * height:.1f}h{(end - at) * STEP}v{height:.1f}h{(at - end) * STEP}z"
+                )
+    longest = max(total.buckets)
+    bars = "".join(
+        f"M0 {(row + 0.15) * height:.1f}h{max(1.0, 100 * total.buckets[place] / longest):.1f}v{0.7 * height:.1f}H0z"
+        for row, place in enumerate(places)
+        if total.buckets[place]
+    )
+    rows = tuple((_bound(place), total.buckets[place]) for place in places)
+    return Heat(
+        tuple((shade, "".join(drawings[shade])) for shade in sorted(drawings)), bars, rows,
+        f"How long messages took: {', '.join(f'{count:,} {bound}' for bound, count in reversed(rows))}",
+    )  # fmt: skip
+
+
+def _shade(count: int, most: int) -> int:
+    # by the root: few are visible beside many
+    return math.ceil(_SHADES * math.sqrt(count / most))
+
+
+def _bound(place: int) -> str:
+    if place == len(BOUNDS_S):
+        return f"over {lasting(BOUNDS_S[-1])}"
+    return f"up to {lasting(BOUNDS_S[place])}"
 
 
 # -- axes -----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from txbox.admin import Admin, MessageChanged, views
-from txbox.admin.activity import Activities, Activity, together
+from txbox.admin.activity import Activities, Activity, WorkerStatus, together
 from txbox.admin.explain import Explanation, Sentence
 from txbox.admin.findings import Crew, grouped
 from txbox.admin.tables import (
@@ -37,6 +37,7 @@ from txbox.admin.tables import (
     InboxFilter,
     OutboxFilter,
     QuarantineFilter,
+    RecordedAttempt,
     Table,
 )
 from txbox.boundaries import log as _log
@@ -47,7 +48,7 @@ from txbox.text import CONTROL, UNMATCHED, View, duration_of
 from txbox.ui import security
 from txbox.ui.charts import Charts, charts
 from txbox.ui.operations import Operation, Operations, WantedChange
-from txbox.ui.render import differences, names_of, plot, readable, templates
+from txbox.ui.render import differences, names_of, plot, readable, templates, trend
 from txbox.ui.security import Access, Grant, Signer, Tokens
 
 _VERSION = version("txbox")
@@ -86,6 +87,13 @@ _VIEWS = {
     "outbox": (("Due", "due"), ("Retrying", "failed"), ("Dead", "dead"), ("Sent", "sent")),
     "quarantine": (("To decide", ""), ("Accepted", "accepted"), ("Discarded", "discarded")),
 }  # fmt: skip
+#: By what groups of failures are sorted, the largest first.
+_SORTED: dict[str, Callable[[FailureGroup], Any]] = {
+    "count": lambda group: group.count,
+    "trend": lambda group: group.by_hour[::-1],
+    "first": lambda group: group.first_at,
+    "last": lambda group: group.last_at,
+}
 #: What the search box calls criteria, beside their names.
 _WORDS = {"id": "message_id", "error": "error_type", "older": "older_than"}
 _WORD = re.compile(r'([A-Za-z_]+):(?:"([^"]*)"|(\S+))|(\S+)')
@@ -133,9 +141,13 @@ class Pages:
 
     Args:
         tokens: None where a proxy or the host application authenticates.
+        login: the address of its login, with `{next}` in place of the page to return to.
     """
 
-    def __init__(self, admin: Admin, tokens: Tokens | None, signer: Signer) -> None:
+    def __init__(
+        self, admin: Admin, tokens: Tokens | None, signer: Signer, login: str | None = None
+    ) -> None:
+        self._login = login
         self._admins = {True: admin, False: admin.without_errors()}
         self._known_names: tuple[float, Mapping[str, Sequence[str]]] = (float("-inf"), {})
         self.changes = Operations()
@@ -215,6 +227,11 @@ class Pages:
                 request, "login.html", status=refused.status, headers=headers,
                 sentence=refused.sentence, to=_address(request) if is_page else "/",
             )  # fmt: skip
+        if refused.status == 401 and self._login is not None and path_of(request) != "/live":
+            # a form is not sent again: its page is asked for first
+            page = _address(request) if request.method == "GET" else "/"
+            back = quote(base_of(request) + page, safe="")
+            return RedirectResponse(self._login.replace("{next}", back), 303)
         sentence = (
             refused.sentence or "Log in to the proxy or application in front of this dashboard."
         )
@@ -329,15 +346,19 @@ class Pages:
             if name not in ("before", "q") and value
         }
         criteria = where.criteria()
+        of_all = (
+            table is QUARANTINE and before is None and criteria == {"status": table.statuses[0]}
+        )
         return {
             "table": table, "place": place, "view": view, "listed": list(zip(rows, view.rows, strict=True)),
             "criteria": criteria, "filters": [item.name for item in fields(where)], "given": asked.query,
             "more": None if page.behind is None else {**kept, "before": page.behind},
             "first": before is None, "live": before is None, "nothing": views.nothing(where),
-            "hint": hint or ("" if rows else asked.admin.hint(where)),
+            "hint": hint or ("" if rows else asked.admin.hint(where, names)),
             "stopped": page.behind is not None and len(rows) < _ROWS, "names": names, "words": words,
             "views": _VIEWS[table.name],
             "extents": views.extents(table, {name: kept.get(name, value) for name, value in criteria.items()}),
+            "groups": asked.admin.quarantine_groups() if of_all else (),
             "cut": where.id_prefix is not None and len(rows) == _ROWS and table is not QUARANTINE,
         }  # fmt: skip
 
@@ -411,7 +432,8 @@ class Pages:
             "back": f"{place.shown}?{urlencode(named)}",
             "sentences": [said for said in sentences if said.kind not in _SHOWN_ELSEWHERE],
             "other": self._stored_beside(asked, message, who, reveal=reveal) if table is QUARANTINE else None,
-            "record": views.record(message), "revealed": reveal, "live": not reveal,
+            "record": views.record(message), "attempts": _folded(message) if table is INBOX else (),
+            "revealed": reveal, "live": not reveal,
             "payload": readable(message.payload), "result": readable(getattr(message, "result", None)),
             "verbs": self._verbs(asked, table, message),
             "rehearsed": table is INBOX and message.has_payload and asked.admin.has_handlers,
@@ -462,7 +484,10 @@ class Pages:
         return {"rows": rows, "more": more, "first": before is None}
 
     def failures(self, asked: Asked) -> Values:
-        return {"groups": asked.admin.failures(), "live": True}
+        by = asked.query.get("by", "")
+        by = by if by in _SORTED else "count"
+        groups = sorted(asked.admin.failures(), key=_SORTED[by], reverse=True)
+        return {"groups": [(group, trend(group)) for group in groups], "by": by, "live": True}
 
     def workers(self, asked: Asked) -> Values:
         workers = asked.admin.workers()
@@ -476,7 +501,16 @@ class Pages:
             (name, "paused" if name in paused else "running" if name in running else "no worker", paused.get(name))
             for name in sorted(names)
         ]  # fmt: skip
-        return {"workers": workers, "live": True, "consumers": states}
+        causes: dict[tuple[str, str, str | None, str], list[tuple[int, WorkerStatus]]] = {}
+        for worker in workers:
+            for trouble in worker.troubles:
+                cause = trouble.kind, trouble.name, trouble.topic, trouble.error
+                causes.setdefault(cause, []).append((trouble.since_s, worker))
+        troubles = [
+            (*cause, min(since_s for since_s, _ in those), [worker for _, worker in those])
+            for cause, those in sorted(causes.items(), key=lambda item: min(item[1], key=lambda of: of[0])[0])
+        ]  # fmt: skip
+        return {"workers": workers, "troubles": troubles, "live": True, "consumers": states}
 
     def operations(self, _: Asked) -> Values:
         return {"operations": self.changes.latest(), "live": True}
@@ -746,6 +780,41 @@ def _completed(value: str, names: Sequence[str]) -> str:
     """The only name that has this in it, whatever the case; or the value itself."""
     alike = [name for name in names if value.lower() in name.lower()]
     return alike[0] if len(alike) == 1 and value not in names else value
+
+
+class _Attempts(NamedTuple):
+    """Attempts in a row that ended alike.
+
+    Attributes:
+        times: how many they are.
+        cause: the exception, unless the attempts before had the same, or it is the last one, which the page names.
+        text: of the error, unless the page has it as the last one.
+    """
+
+    first: RecordedAttempt
+    last: RecordedAttempt
+    times: int
+    cause: str | None
+    is_last_error: bool
+    text: str | None
+
+
+def _folded(message: Any) -> list[_Attempts]:
+    folded: list[_Attempts] = []
+    before: str | None = None
+    of_page = message.fingerprint or message.error_type
+    for past in message.history:
+        cause = past.fingerprint or past.error_type
+        last = folded[-1].last if folded else None
+        if last and (cause, past.error, past.status) == (before, last.error, last.status):
+            folded[-1] = folded[-1]._replace(last=past, times=folded[-1].times + 1)
+            continue
+        is_last = cause == of_page
+        named = None if is_last or cause == before else cause
+        text = None if past.error == message.error else past.error
+        folded.append(_Attempts(past, past, 1, named, is_last and cause is not None, text))
+        before = cause
+    return folded
 
 
 def _known(given: T | None) -> T:

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from txbox.admin.activity import Activities, Activity
-from txbox.admin.tables import COUNTED_MAX, Table
+from txbox.admin.tables import COUNTED_MAX, FailureGroup, Table
 from txbox.text import CONTROL, Cell, age, lasting, moment, visible
 
 #: A payload that is longer is only offered as a file.
@@ -210,6 +210,16 @@ def plot(activity: Activity, time: Activities) -> Plot:
     return Plot(bars=tuple(_bars(done, failed, most)), description=words)
 
 
+def trend(group: FailureGroup) -> Plot:
+    """Plot the hours in which messages of a group failed last."""
+    hours, none = group.by_hour, [0] * len(group.by_hour)
+    words = (
+        f"failed in the last {len(hours)} hours: {sum(hours):,}, "
+        f"at most {max(hours):,} in an hour, {hours[-1]:,} in the last one"
+    )
+    return Plot(bars=tuple(_bars(none, hours, max(hours))), description=words)
+
+
 def _bars(done: Sequence[int], failed: Sequence[int], most: int) -> Iterator[Bar]:
     step = WIDTH / max(1, len(done))
     for number, (well, badly) in enumerate(zip(done, failed, strict=True)):
@@ -236,6 +246,7 @@ def templates() -> Environment:
     filters: dict[str, Callable[..., Any]] = {
         "seen": seen, "told": told, "plain": visible, "when": when, "age": age, "count": count, "cell": cell,
         "key": key_of, "names": names_of, "seconds": seconds, "ago": ago,
+        "since": since,
     }  # fmt: skip
     environment.filters.update(filters)  # pyright: ignore[reportUnknownMemberType]
     return environment
@@ -280,6 +291,13 @@ def ago(at: datetime) -> Markup:
     return Markup('<time datetime="{}" title="{}">{}</time>').format(
         at.isoformat(timespec="milliseconds"), moment(at), words
     )
+
+
+def since(at: datetime | float) -> Markup:
+    """How long ago something of the past was: a process whose clock is ahead was not seen in the future."""
+    now = datetime.now(UTC)
+    moment = at if isinstance(at, datetime) else datetime.fromtimestamp(at, UTC)
+    return ago(min(moment, now))
 
 
 def seconds(value: float | None) -> str:

@@ -135,12 +135,16 @@
       window.addEventListener("pagehide", () => stream.close());
       document.addEventListener("visibilitychange", () => { if (!document.hidden) fresh(); });
     }
-    // / to the first filter, g and a letter to a page
+    const keys = document.getElementById("keys"), help = document.querySelector("[data-keys]");
+    if (keys && help) { help.hidden = false; help.addEventListener("click", () => keys.showModal()); }
+    // ? to the list of keys, / to the first filter, g and a letter to a page
     let went = 0;
-    const pages = { o: "/", m: "/messages", f: "/failures", q: "/quarantine", x: "/outbox", w: "/workers", d: "/database", a: "/audit" };
+    const pages = { o: "/", m: "/messages", f: "/failures", q: "/quarantine", x: "/outbox", w: "/workers", d: "/database", a: "/audit", c: "/operations" };
     document.addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea")) return;
-      if (event.key === "/") { const first = document.querySelector(".filters input, .filters select"); if (first) { event.preventDefault(); first.focus(); } }
+      if (keys && keys.open) return;
+      if (event.key === "?" && keys) { event.preventDefault(); keys.showModal(); }
+      else if (event.key === "/") { const first = document.querySelector(".filters input, .filters select"); if (first) { event.preventDefault(); first.focus(); } }
       else if (event.key === "g") went = Date.now();
       else if (pages[event.key] && Date.now() - went < 1000) {
         const brand = document.querySelector(".brand"); if (!brand) return;

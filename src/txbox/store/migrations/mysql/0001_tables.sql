@@ -92,7 +92,11 @@ CREATE TABLE IF NOT EXISTS txbox_quarantine (
     status          VARCHAR(16)     NOT NULL DEFAULT 'quarantined',
     kept_bytes      BIGINT          NOT NULL DEFAULT 0,
     PRIMARY KEY (consumer, message_id, hash),
-    KEY txbox_quarantine_kept (kept_bytes, received_at)
+    KEY txbox_quarantine_kept (kept_bytes, received_at),
+    -- the newest first, as they are listed
+    KEY txbox_quarantine_newest (received_at, hash),
+    -- how many of a consumer wait for a decision, and since when
+    KEY txbox_quarantine_waiting (consumer, status, received_at)
 ) ENGINE=InnoDB ROW_FORMAT=DYNAMIC DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
 
 -- The version of each key that was processed last, for consumers that watch for gaps; a key is bounded

@@ -102,6 +102,10 @@ CREATE TABLE txbox_quarantine (
 );
 -- The oldest payloads, which are dropped first when all of them together are too large.
 CREATE INDEX txbox_quarantine_kept ON txbox_quarantine (received_at) WHERE kept_bytes > 0;
+-- The newest first, as they are listed.
+CREATE INDEX txbox_quarantine_newest ON txbox_quarantine (received_at, hash, consumer, message_id);
+-- How many of a consumer wait for a decision, and since when.
+CREATE INDEX txbox_quarantine_waiting ON txbox_quarantine (consumer, received_at) WHERE status = 'quarantined';
 
 -- The version of each key that was processed last, for consumers that watch for gaps. Its rows are updated again and
 -- again in columns without an index: where a page has room, the new version stays in it and no index changes. Of 5,000
