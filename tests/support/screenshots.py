@@ -1,6 +1,6 @@
 """The two pictures of the dashboard in the README and the documentation.
 
-`make demo-data DATABASE=…`, and at once `python -m tests.support.screenshots --database …`: what is shown is of the last day.
+`make demo-data DATABASE=…`, and at once `python -m tests.support.screenshots --database …`: the last day is shown.
 """
 
 from __future__ import annotations
