@@ -211,7 +211,7 @@ def _txbox(url: str, name: str, handler: Any, at_once: int, **options: Any) -> G
             if at_once == 1:
                 app.process(messages[0])
             else:
-                drive(connections, app.intake.take_persistently, registered, messages)
+                drive(connections, app.intake.take_with_retries, registered, messages)
 
         yield Route(name, consume, "txbox_inbox", at_once, 1 if at_once == 1 else 5)
 

@@ -201,7 +201,7 @@ def _prune(url: str, parent: Connection[Any, Any]) -> None:
 
     with App(url, retention=Retention(processed=_KEPT)) as app:
         run_once(app, "partitions")  # connected, and the schema known
-        jobs.Walk.batch = timed(jobs.Walk.batch)  # type: ignore[method-assign]
+        jobs.BlockScan.batch = timed(jobs.BlockScan.batch)  # type: ignore[method-assign]
         partitions.detach = timed(partitions.detach)
         partitions.drop = timed(partitions.drop)
         parent.send("ready")

@@ -140,14 +140,10 @@ def scans(view: Raw, dialect: str, statement: Statement) -> Iterator[str]:
                 yield line.strip()
     else:
         # what bounds a statement is not explained
-        for row in view.rows(
-            f"EXPLAIN FORMAT=TRADITIONAL {re.sub(r'^/[*]M!.*?[*]/', '', sql)}", params
-        ):
-            # MySQL's has partitions and a share besides
-            told = (*row[:3], *row[4:10], row[11]) if len(row) == 12 else row
-            table, kind, rows = told[2], told[3], told[-2]
+        for row in view.rows(f"EXPLAIN {re.sub(r'^/[*]M!.*?[*]/', '', sql)}", params):
+            table, kind, rows = row[2], row[3], row[-2]
             if kind in ("ALL", "index") and not _SMALL.match(table):
-                yield f"{kind} {table}, key {told[5]}, {rows} rows: {told[-1]}"
+                yield f"{kind} {table}, key {row[5]}, {rows} rows: {row[-1]}"
 
 
 @contextmanager

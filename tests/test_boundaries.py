@@ -862,7 +862,7 @@ NO_BOUNDARY = {
 #: A boundary, by itself or in the function that is called; or a question whether the error is content's.
 SAYS = (
     "Boundary.", "boundary", "blamed(", "is_contents(", "ends_worker(", "_observer_failed(", "_contain(",
-    "_unsettled(", "_go_on_later(", "_not_leased(", "_raise_if_final(",
+    "_unsettled(", "_retry_later(", "_not_leased(", "_raise_if_final(",
 )  # fmt: skip
 PARTS = (
     "worker", "processing", "maintenance", "admin", "ui", "events.py", "effects.py", "outbox.py",

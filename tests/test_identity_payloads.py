@@ -126,7 +126,7 @@ def drive_taken(shop: Shop, handler: Any, messages: list[Message[Any]]) -> list[
     return [
         answer.outcome
         for answer in drive(
-            shop.app._any_sync(), shop.app.intake.take_persistently, handler, messages
+            shop.app._any_sync(), shop.app.intake.take_with_retries, handler, messages
         )
     ]
 

@@ -28,7 +28,7 @@ from txbox.brokers.webhook import Webhook
 from txbox.connections import open_database
 from txbox.connections.base import BLOCK, BLOCK_ENDS, Database, block_left
 from txbox.effects import Effects
-from txbox.errors import CURABLE, ConfigurationError, StoreError, installed
+from txbox.errors import ConfigurationError, StoreError, installed
 from txbox.events import Event, Events, MessageUnmatched, Observer
 from txbox.handlers import (
     Extractor,
@@ -683,10 +683,10 @@ class App:
             self.activity.received(handler.consumer, 1)
         if began >= self.pauses.stale_at:
             await self.look_for_pauses(db)
-        settled = await self.intake.take_persistently(
+        settled = await self.intake.take_with_retries(
             db,
             # messages of a paused consumer are stored for later
-            handler.stored if handler.consumer in self.pauses.held else handler,
+            handler.stored if handler.consumer in self.pauses.paused else handler,
             [message],
             for_s=self.limits.unavailable_for.total_seconds(),
         )
@@ -705,7 +705,7 @@ class App:
         except StoreError as error:
             # keep to what is known; if the database is away, what follows reports it
             db.discard()
-            if error.fault not in CURABLE and not self.pauses.unreadable:
+            if not error.transient and not self.pauses.unreadable:
                 self.pauses.unreadable = True
                 _log.warning(
                     "Who is paused cannot be read (%s): no consumer counts as paused here. "

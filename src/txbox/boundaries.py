@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from txbox.errors import CURABLE, ConfigurationError, Fault, SchemaError, StoreError
+from txbox.errors import ConfigurationError, Fault, SchemaError, StoreError
 from txbox.session import Crashed
 
 _HERE = str(Path(__file__).parent)
@@ -64,7 +64,7 @@ def ends_worker(error: BaseException) -> bool:
 
 def is_contents(error: BaseException) -> bool:
     """Whether an error belongs to what was being worked on: nothing else explains it, no outage either."""
-    away = isinstance(error, StoreError) and error.fault in CURABLE
+    away = isinstance(error, StoreError) and error.transient
     return not (away or ends_worker(error))
 
 

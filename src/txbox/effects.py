@@ -21,7 +21,7 @@ from txbox.identity import EFFECT_PREFIX
 from txbox.message import HeaderPairs, Headers, Message
 from txbox.outbox import cause_of, id_of, passed_on, with_passed_on
 from txbox.policy import Limits
-from txbox.session import Transaction, run, run_async, twin_of
+from txbox.session import Transaction, async_of, run, run_async
 from txbox.store.codec import Arrival, Columns
 from txbox.store.dialect import Dialect
 from txbox.store.inbox import InboxStore
@@ -79,7 +79,7 @@ class Effects:
             key=key, headers=headers, delay=delay, cause=cause,
         )  # fmt: skip
 
-    @twin_of(stage)
+    @async_of(stage)
     async def stage_async(self, tx: Any, *args: Any, **kwargs: Any) -> str:
         """`stage` for async connections and sessions."""
         executor = borrow(tx, is_async=True, schema=self._schema)
@@ -99,15 +99,15 @@ class Effects:
     ) -> str:
         handler = self._handler(name)
         check_duration("delay", delay)
-        run_of, found = cause_of(cause)
-        effect_id = id_of(run_of, found)
+        run_of, causes = cause_of(cause)
+        effect_id = id_of(run_of, causes)
         message: Message[Any] = Message(
             topic=handler.topic,
             id=effect_id,
             key=key,
             payload=as_json(body),
             content_type="application/json",
-            headers=with_passed_on(Headers(headers), passed_on(found)),
+            headers=with_passed_on(Headers(headers), passed_on(causes)),
         )
         arrival: Arrival = handler.arrival(message, self._limits)
         delay_s = delay.total_seconds() if delay else 0.0
@@ -124,9 +124,9 @@ class Effects:
         return effect_id
 
     def _handler(self, name: str) -> Handler:
-        found = self._handlers.matching(EFFECT_PREFIX + name, None)
-        if not found:
+        handlers = self._handlers.matching(EFFECT_PREFIX + name, None)
+        if not handlers:
             raise ConfigurationError(
                 f"There is no effect {name!r}: register a function with @app.effect({name!r})."
             )
-        return found[0]
+        return handlers[0]

@@ -131,13 +131,13 @@ def _key(name: str, key: object) -> bytes:
     # URL-safe base64 and missing padding are fine: secret stores use both
     text = key.strip().rstrip("=") if isinstance(key, str) else ""
     try:
-        found = base64.b64decode(
+        raw = base64.b64decode(
             text.replace("-", "+").replace("_", "/") + "=" * (-len(text) % 4), validate=True
         )
     except (binascii.Error, ValueError):
-        found = b""
-    if len(found) != _KEY_BYTES:
+        raw = b""
+    if len(raw) != _KEY_BYTES:
         raise ConfigurationError(
             f"The key {name!r} is not {_KEY_BYTES} bytes in base64: make one with txbox.encryption.new_key()."
         )
-    return found
+    return raw

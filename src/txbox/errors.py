@@ -43,7 +43,11 @@ def redacted(text: str) -> str:
 
 
 class TxboxError(Exception):
-    """The root of all errors raised by txbox."""
+    """The root of all errors raised by txbox: a `problem`, and its `remedy` after a colon, if separate."""
+
+    def __init__(self, problem: object = "", remedy: str = "") -> None:
+        super().__init__(f"{problem}: {remedy}" if remedy else problem)
+        self.problem, self.remedy = str(problem), remedy
 
 
 class ConfigurationError(TxboxError):
@@ -88,8 +92,8 @@ class Fault(StrEnum):
     OTHER = "other"
 
 
-#: Errors that may go away by waiting.
-CURABLE = (Fault.UNAVAILABLE, Fault.CONFLICT, Fault.LOCK_TIMEOUT, Fault.PREPARED, Fault.TIMEOUT)
+# waiting may end these
+_TRANSIENT = (Fault.UNAVAILABLE, Fault.CONFLICT, Fault.LOCK_TIMEOUT, Fault.PREPARED, Fault.TIMEOUT)
 
 # SQLSTATE insufficient_privilege; MySQL's "access denied" to a database, a table, a column and a routine
 _LACKS_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
@@ -123,6 +127,11 @@ class StoreError(TxboxError):
         self.definite = definite
         #: True when a wrong host, user, password or database name is likely: waiting seldom helps.
         self.misconfigured = misconfigured
+
+    @property
+    def transient(self) -> bool:
+        """Whether the same operation may succeed later."""
+        return self.fault in _TRANSIENT
 
     @property
     def lacks_right(self) -> bool:

@@ -376,8 +376,8 @@ class Events:
         """Tell everybody; never raises."""
         try:
             if self._redact is not None and (texts := _texts(event)):
-                told = {name: self._redact(text) for name, text in texts.items()}
-                event = replace(event, **told)
+                redacted = {name: self._redact(text) for name, text in texts.items()}
+                event = replace(event, **redacted)
             if self._around is None:
                 self._tell(event)
             else:

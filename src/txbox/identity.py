@@ -222,28 +222,28 @@ def message_id(
     """Return the canonical id of a message (promises 1.2 and 1.3).
 
     Args:
-        extract: if given, takes precedence over everything else.
+        extract: takes precedence over everything else.
         scope: "topic" for ids that are unique within a topic only.
         weak: fall back to the transport coordinates (`weak_id` in the message's origin).
 
     Raises:
         UnusableMessage: there is no id, it cannot be stored, or `extract` raised.
     """
-    found: object = message.id
+    chosen: object = message.id
     if extract is not None:
-        found = _extracted(message, extract)
-    elif found is None and message.headers:
-        found = id_in_headers(message.headers)
-    if found is None and weak and "weak_id" in message.origin:
+        chosen = _extracted(message, extract)
+    elif chosen is None and message.headers:
+        chosen = id_in_headers(message.headers)
+    if chosen is None and weak and "weak_id" in message.origin:
         # marked as weak; the source has included the stream's incarnation
         return canonical_id(f"weak:{message.origin['weak_id']}")
-    if found is None:
+    if chosen is None:
         where = "" if extract is None else " where message_id= looks for it"
         raise UnusableMessage(f"The message has no id{where}.")
     if scope == "topic":
         # checked before scoping: an empty id must not become the id of a whole topic
-        return canonical_id(scoped_id(message.topic, canonical_id(found)))
-    return canonical_id(found)
+        return canonical_id(scoped_id(message.topic, canonical_id(chosen)))
+    return canonical_id(chosen)
 
 
 def _extracted(message: Message[Any], extract: Callable[[Message[Any]], object]) -> object:
@@ -257,7 +257,7 @@ def _extracted(message: Message[Any], extract: Callable[[Message[Any]], object])
 
 
 def id_in_headers(headers: Headers) -> object:
-    """Return the id found in the headers, unconverted; None if there is none."""
+    """Return the id in the headers, unconverted, if they have one."""
     value = headers.get("message-id")
     if value is not None:
         return value

@@ -34,7 +34,7 @@ from txbox.message import Message
 from txbox.outcome import Status
 from txbox.policy import Limits
 from txbox.processing.intake import presentable
-from txbox.session import Transaction, run, run_async, twin_of
+from txbox.session import Transaction, async_of, run, run_async
 from txbox.store.codec import Arrival, Codec, Columns
 from txbox.store.dialect import Dialect
 from txbox.store.inbox import AGAIN_MAX, Existing, InboxStore, out_of_sight
@@ -75,7 +75,7 @@ class Inbox:
         id_scope: "topic" for ids that are unique within a topic only.
         payload_hash: how copies are compared; see `App.handler`.
         schema: the PostgreSQL schema of the tables, if it is not on the search path.
-        codec: the one given to App(codec=…), for the payloads that `quarantine` keeps.
+        codec: that of App(codec=…), for the payloads that `quarantine` keeps.
 
     It never begins, commits, rolls back or retries your transaction, and it records no failures:
     that is up to your loop.
@@ -133,7 +133,7 @@ class Inbox:
         executor = borrow(tx, schema=self._schema)
         return run(executor, self._accept, executor.dialect, [arrival], timeout)[0]
 
-    @twin_of(accept)
+    @async_of(accept)
     async def accept_async(
         self,
         tx: Any,
@@ -155,7 +155,7 @@ class Inbox:
         executor = borrow(tx, schema=self._schema)
         return run(executor, self._accept, executor.dialect, arrivals, timeout)
 
-    @twin_of(accept_many)
+    @async_of(accept_many)
     async def accept_many_async(
         self,
         tx: Any,
@@ -191,7 +191,7 @@ class Inbox:
         executor = borrow(tx, schema=self._schema)
         run(executor, self._set_aside, executor.dialect, arrival, reason)
 
-    @twin_of(quarantine)
+    @async_of(quarantine)
     async def quarantine_async(
         self,
         tx: Any,
@@ -217,7 +217,7 @@ class Inbox:
         executor = borrow(tx, schema=self._schema)
         run(executor, self._keep_result, executor.dialect, accepted, result)
 
-    @twin_of(keep_result)
+    @async_of(keep_result)
     async def keep_result_async(self, tx: Any, accepted: Acceptance, result: bytes) -> None:
         """`keep_result` for async connections and sessions."""
         executor = borrow(tx, is_async=True, schema=self._schema)
@@ -228,7 +228,7 @@ class Inbox:
         executor = borrow(tx, schema=self._schema)
         return run(executor, self._result, executor.dialect, accepted)
 
-    @twin_of(result)
+    @async_of(result)
     async def result_async(self, tx: Any, accepted: Acceptance) -> bytes | None:
         """`result` for async connections and sessions."""
         executor = borrow(tx, is_async=True, schema=self._schema)
@@ -242,23 +242,23 @@ class Inbox:
         type: str | None = None,  # noqa: A002
         key: str | None = None,
     ) -> Arrival:
-        given = message
-        if not isinstance(given, Message):
-            given = Message(
-                id=given, topic=topic or "", payload=_bytes(payload), type=type, key=key
+        chosen = message
+        if not isinstance(chosen, Message):
+            chosen = Message(
+                id=chosen, topic=topic or "", payload=_bytes(payload), type=type, key=key
             )
-        identity = message_id(given, scope=self._id_scope)
+        identity = message_id(chosen, scope=self._id_scope)
         # without a payload, an id by itself is not compared; a Message without one is a tombstone
-        compared = given is message or payload is not None
+        compared = chosen is message or payload is not None
         try:
-            check_fields(given)
-            check_headers(given.headers)
-            check_numbers(given.sequence, given.time)
-            hashed = payload_hash(given, self._payload_hash) if compared else None
+            check_fields(chosen)
+            check_headers(chosen.headers)
+            check_numbers(chosen.sequence, chosen.time)
+            hashed = payload_hash(chosen, self._payload_hash) if compared else None
         except UnusableMessage as error:
             error.message_id = identity
             raise
-        return Arrival(given, identity, hashed)
+        return Arrival(chosen, identity, hashed)
 
     def _aside(
         self,
@@ -337,12 +337,14 @@ class Inbox:
                     ) from error
                 raise
             fresh |= won
-            left = [arrival for arrival in waiting if arrival.message_id not in won]
+            unclaimed = [arrival for arrival in waiting if arrival.message_id not in won]
             rows.update(
-                await store.classify(db, self.consumer, [arrival.message_id for arrival in left])
+                await store.classify(
+                    db, self.consumer, [arrival.message_id for arrival in unclaimed]
+                )
             )
             # an id without a row was pruned between the two statements: accept it again
-            waiting = [arrival for arrival in left if arrival.message_id not in rows]
+            waiting = [arrival for arrival in unclaimed if arrival.message_id not in rows]
             if not waiting:
                 break
         else:

@@ -51,13 +51,13 @@ class Headers(tuple[tuple[str, HeaderValue], ...]):
         return _text(self.get(name))
 
     def texts(self, *names: str) -> list[str | None]:
-        """Look up several names in one pass, each as `text` does. The names must be lower case."""
-        found: dict[str, HeaderValue] = {}
+        """Read several names in one pass, each as `text` does. The names must be lower case."""
+        first: dict[str, HeaderValue] = {}
         for header, value in self:
             lower = header.lower()
             if lower in names:
-                found.setdefault(lower, value)
-        return [_text(found.get(name)) for name in names]
+                first.setdefault(lower, value)
+        return [_text(first.get(name)) for name in names]
 
     def names(self) -> Iterator[str]:
         """Yield the names in order, repeats included."""

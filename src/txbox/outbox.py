@@ -34,7 +34,7 @@ from txbox.identity import (
     time_ordered_id,
 )
 from txbox.message import HeaderPairs, Headers, HeaderValue, Message
-from txbox.session import Transaction, run, run_async, twin_of
+from txbox.session import Transaction, async_of, run, run_async
 from txbox.store.codec import Codec, Columns, Row
 from txbox.store.dialect import Dialect
 
@@ -194,7 +194,7 @@ class Outbox:
         )  # fmt: skip
         return self.stage_many(tx, [message])[0]
 
-    @twin_of(stage)
+    @async_of(stage)
     async def stage_async(self, tx: Any, *args: Any, **kwargs: Any) -> str:
         """`stage` for async connections and sessions."""
         return (await self.stage_many_async(tx, [Outgoing(*args, **kwargs)]))[0]

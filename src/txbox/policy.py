@@ -90,7 +90,7 @@ class RetryPolicy:
             _check_durations(self, "max_age")
 
     def delay_s(self, failures: int) -> float:
-        """Draw the wait in seconds after the given number of failures (1 or more)."""
+        """Draw the wait in seconds after this number of failures (1 or more)."""
         # the exponent is capped so that a huge max_attempts cannot overflow a float
         bound = self.base.total_seconds() * self.factor ** min(failures - 1, 64)
         return random.uniform(0.0, min(bound, self.cap.total_seconds()))  # jitter, not a secret
@@ -348,7 +348,7 @@ CREDENTIAL_HEADERS = frozenset(
         "x-shopify-hmac-sha256", "x-twilio-signature", "x-signature", "x-webhook-signature", "password",
     }
 )  # fmt: skip
-#: Shown in place of what a rule hides.
+#: Shown instead of what a rule hides.
 HIDDEN = "***"
 _ERROR_CHARACTERS = 8 * 1024
 _WITHHELD_ERROR = "(withheld: a rule of App(redact=…) failed on this text)"
@@ -376,8 +376,8 @@ class Redaction:
 
     def __post_init__(self) -> None:
         for name in ("headers", "fields"):
-            given = getattr(self, name)
-            _check(_are_texts(given), self, name, "a sequence of texts")
+            value = getattr(self, name)
+            _check(_are_texts(value), self, name, "a sequence of texts")
         for path in self.fields:
             root, *names = path.split(".")
             fits = root in ("body", "result") and all(names)
@@ -464,29 +464,29 @@ def _at(value: object, path: Sequence[str]) -> Iterator[tuple[dict[str, object],
         for item in cast("list[object]", value):
             yield from _at(item, path)
     elif isinstance(value, dict) and path:
-        found = cast("dict[str, object]", value)
+        mapping = cast("dict[str, object]", value)
         wanted, *rest = path
-        for name in found if wanted == "*" else found.keys() & {wanted}:
+        for name in mapping if wanted == "*" else mapping.keys() & {wanted}:
             if rest:
-                yield from _at(found[name], rest)
+                yield from _at(mapping[name], rest)
             else:
-                yield found, name
+                yield mapping, name
 
 
-def _are_texts(given: object) -> bool:
+def _are_texts(value: object) -> bool:
     return (
-        isinstance(given, Sequence)
-        and not isinstance(given, str)
-        and all(isinstance(item, str) and item for item in cast("Sequence[object]", given))
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(item, str) and item for item in cast("Sequence[object]", value))
     )
 
 
-def check_policies(**given: tuple[object, type]) -> None:
-    """Check that each argument is None or an instance of the policy given with it.
+def check_policies(**policies: tuple[object, type]) -> None:
+    """Check that each argument is None or an instance of the policy beside it.
 
     Raises:
         ConfigurationError: an argument is something else.
     """
-    for name, (value, policy) in given.items():
+    for name, (value, policy) in policies.items():
         if value is not None and not isinstance(value, policy):
             raise ConfigurationError(f"{name} is {value!r}: give a {policy.__name__}.")

@@ -1,6 +1,6 @@
 """How an operation uses a database: statements, connections, and the session that begins and ends transactions.
 
-An operation is a coroutine that is given a `Session` (or the caller's connection, as a `Transaction`) and awaits
+An operation is a coroutine that gets a `Session` (or the caller's connection, as a `Transaction`) and awaits
 its methods. A blocking connection never suspends, so `blocking` finishes the whole operation with one `send`.
 The same code therefore serves sync and async callers.
 
@@ -19,16 +19,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from types import CoroutineType, coroutine
-from typing import (
-    Any,
-    Concatenate,
-    NamedTuple,
-    ParamSpec,
-    Protocol,
-    TypeAlias,
-    TypeVar,
-    cast,
-)
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 from txbox.errors import Fault, SchemaError, StoreError
 
@@ -86,7 +77,7 @@ def _around(statements: Statements, first: str, last: str) -> None:
 class Raised(Exception):
     """User code raised. `database_error` is the same error translated, if it came from the database.
 
-    `lost`: the transaction's connection is gone. `left`: this call ended the transaction; the calls
+    `lost`: the transaction's connection is gone. `ended`: this call ended the transaction; the calls
     before it did not.
     """
 
@@ -95,13 +86,13 @@ class Raised(Exception):
         error: BaseException,
         database_error: StoreError | None,
         lost: bool,
-        left: bool = False,
+        ended: bool = False,
     ) -> None:
         super().__init__(error)
         self.error = error
         self.database_error = database_error
         self.lost = lost
-        self.left = left
+        self.ended = ended
 
 
 class Failed(NamedTuple):
@@ -135,7 +126,7 @@ class Transaction(Protocol):
 
     async def execute(self, statement: Statement) -> Result: ...
     async def send(self, statement: Statement) -> None:
-        """Run a statement whose result nobody reads; it may fail later, at the latest with its transaction."""
+        """Run a statement whose result is not read; it may fail later, at the latest with its transaction."""
         ...
 
 
@@ -214,8 +205,8 @@ class Connection(ABC):
         """Whether what was set outlives the transaction."""
         return self.changed is not None and self.changed.lasts > Lasts.TRANSACTION
 
-    def watch(self, told: Callable[[str], None]) -> None:
-        """Call `told` with each statement that the handler is about to send, COMMIT and ROLLBACK included.
+    def watch(self, on_statement: Callable[[str], None]) -> None:
+        """Call `on_statement` with each statement that the handler is about to send, COMMIT and ROLLBACK included.
 
         An exception from it keeps the statement from being sent. SQLite also calls it with "" while one runs, which an
         exception then ends. Discard the connection afterwards.
@@ -223,10 +214,10 @@ class Connection(ABC):
         raise NotImplementedError
 
     def usable(self) -> bool:
-        """Whether an idle connection may be used here: it is this loop's, and nobody uses it or has begun on it."""
+        """Whether an idle connection may be used here: it is this loop's, unused, and outside a transaction."""
         return not self.lost
 
-    def left(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the transaction it began has ended, known without a round trip; False if unknown."""
         return False
 
@@ -389,32 +380,50 @@ class Session:
         if self._preparing:
             await _pause(statements)
         if self._offered or self._begun is not None:
-            await self._go_on(statements)
+            await self._settle_ahead(statements)
         at("before:begin")
-        begun, self._begun, others = self._begun is not None, None, 0
-        again = False
+        begun, self._begun = self._begun is not None, None
+
+        def send(connection: Connection) -> Awaitable[list[Result]]:
+            nonlocal begun
+            if begun:
+                begun = False
+                return connection.begun(meanwhile)
+            return connection.begin_meanwhile(statements, meanwhile)
+
+        return (await self._sent(statements, send))[len(idle_limit) :]
+
+    async def _sent(
+        self,
+        statements: Statements,
+        send: Callable[[Connection], Awaitable[list[Result]]],
+        *,
+        commits: bool = False,
+    ) -> list[Result]:
+        """Send the beginning of a transaction, or all of one; once more, on a new connection, if the first was lost.
+
+        Args:
+            commits: it includes the COMMIT, so only a definite error may be tried again.
+        """
+        again, others = False, 0
         while True:
             connection = self.connection
             if connection is None:
                 connection = self.connection = await self._connections.acquire()
             self._waits[self] = time.monotonic()
             try:
-                if begun:
-                    results = await connection.begun(meanwhile)
-                else:
-                    results = await connection.begin_meanwhile(statements, meanwhile)
+                results = await send(connection)
             except StoreError as error:
-                if self._away(error) and not again:
+                if self._away(error) and (error.definite or not commits) and not again:
                     again = True
                 elif error.code == _NO_RIGHT and others < _OTHERS_MAX:
                     others += 1
                 else:
                     raise
                 self.discard()
-                begun = False
             else:
                 _around(statements, "after:begin", "after")
-                return results[len(idle_limit) :]
+                return results
             finally:
                 self._waits.pop(self, None)
 
@@ -426,9 +435,9 @@ class Session:
 
     def failed(self, error: BaseException) -> None:
         """The caller's code failed with this error, perhaps since the database is away: see `rollback`."""
-        found = None if self.connection is None else self.connection.translate(error)
-        if found is not None:
-            self._away(found)
+        failure = None if self.connection is None else self.connection.translate(error)
+        if failure is not None:
+            self._away(failure)
 
     async def execute(self, statement: Statement) -> Result:
         """Run one statement in the transaction."""
@@ -463,7 +472,7 @@ class Session:
         then = None
         if self._following is not None and not self._offered and statements and not goes_on:
             # only the first COMMIT of a batch may have the next batch behind it: if this batch goes on, it may
-            # have to wait, and whoever waits must hold no ids
+            # have to wait, and a waiter must have no ids in flight
             self._offered = True
             then = partial(_begin_behind, self, self._following)
         commit = self._committed(connection, statements, then)
@@ -499,7 +508,7 @@ class Session:
             self.discard()
             return
         try:
-            # a caller that is cancelled meanwhile still has the connection, and drops it
+            # a caller cancelled in between still has the connection, and drops it
             await connection.rollback()
         except StoreError:
             self.discard()
@@ -534,7 +543,7 @@ class Session:
         Nothing that they return can stop the COMMIT.
         """
         if not self._preparing:
-            await self._go_on()
+            await self._settle_ahead()
             if self.connection is None:
                 self.connection = await self._connections.acquire()
             if self.connection.pipelines:
@@ -546,30 +555,14 @@ class Session:
 
     async def _in_one_trip(self, statements: Statements) -> list[Result]:
         at("before:begin")
-        again, others = False, 0
-        while True:
-            connection = self.connection
-            if connection is None:
-                connection = self.connection = await self._connections.acquire()
-            self._waits[self] = time.monotonic()
-            try:
-                results = await connection.one_trip(statements)
-            except StoreError as error:
-                if self._away(error) and error.definite and not again:
-                    again = True
-                elif error.code == _NO_RIGHT and others < _OTHERS_MAX:
-                    others += 1
-                else:
-                    raise
-                self.discard()
-            else:
-                _around(statements, "after:begin", "after")
-                at("after:commit")
-                self.connection = None
-                await self._connections.release(connection)
-                return results
-            finally:
-                self._waits.pop(self, None)
+        results = await self._sent(
+            statements, lambda connection: connection.one_trip(statements), commits=True
+        )
+        at("after:commit")
+        connection, self.connection = self.connection, None
+        assert connection is not None, "it has just answered"
+        await self._connections.release(connection)
+        return results
 
     async def alone(self, statement: Statement) -> Result:
         """Run one statement as a transaction of its own, without BEGIN and COMMIT if the driver can.
@@ -579,7 +572,7 @@ class Session:
         """
         if self._preparing:
             await _pause(None)
-        await self._go_on()
+        await self._settle_ahead()
         at(f"before:{statement.name}")
         again = False
         while True:
@@ -603,7 +596,7 @@ class Session:
         """Wait outside any transaction until the future is done or the timeout passes."""
         if self._preparing:
             await _pause(None)
-        await self._go_on()
+        await self._settle_ahead()
         if self.is_async:
             if until is None:
                 await asyncio.sleep(timeout_s)
@@ -630,7 +623,7 @@ class Session:
             self._preparing = False
         return statements
 
-    async def _go_on(self, statements: Statements | None = None) -> None:
+    async def _settle_ahead(self, statements: Statements | None = None) -> None:
         """The operation continues after a COMMIT: use what was begun behind it, or roll that back."""
         if self._offered and self._following is not None:
             following, self._following, self._offered = self._following, None, False
@@ -696,14 +689,11 @@ def blocking(operation: Coroutine[Any, Any, T]) -> T:
 
 
 def drive(
-    connections: Connections,
-    operation: Operation[P, T],
-    *args: P.args,
-    **kwargs: P.kwargs,
+    connections: Connections, operation: Operation[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """Run an operation in transactions that txbox begins and ends, on blocking connections.
 
-    Guarantee: no transaction is left open, however this function ends.
+    Guarantee: no transaction stays open, however this function ends.
     """
     db = Session(connections)
     try:
@@ -713,10 +703,7 @@ def drive(
 
 
 async def drive_async(
-    connections: Connections,
-    operation: Operation[P, T],
-    *args: P.args,
-    **kwargs: P.kwargs,
+    connections: Connections, operation: Operation[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """`drive` for connections of this event loop."""
     db = Session(connections)
@@ -764,7 +751,7 @@ async def _explained(operation: Coroutine[Any, Any, T]) -> T:
         ) from None
 
 
-def twin_of(
+def async_of(
     verb: Callable[P, T],
 ) -> Callable[[Callable[..., Coroutine[Any, Any, T]]], Callable[P, CoroutineType[Any, Any, T]]]:
     """Give an async verb the signature of its sync twin, so that the signature is written once."""
@@ -772,7 +759,7 @@ def twin_of(
     def signed(
         twin: Callable[..., Coroutine[Any, Any, T]],
     ) -> Callable[P, CoroutineType[Any, Any, T]]:
-        # where inspect, help() and editors look it up
+        # where inspect, help() and editors read it
         vars(twin)["__wrapped__"] = verb
         return cast("Callable[P, CoroutineType[Any, Any, T]]", twin)
 

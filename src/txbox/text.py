@@ -58,9 +58,9 @@ def age(seconds: float | None) -> str:
     """Format a length of time in whole seconds: 42s, 5m 10s, 3h 12m, 2d 4h."""
     if seconds is None:
         return ""
-    left, parts = int(seconds), list[str]()
+    rest, parts = int(seconds), list[str]()
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
-        number, left = divmod(left, size)
+        number, rest = divmod(rest, size)
         if number or parts:
             parts.append(f"{number}{unit}" if number else "")
     return " ".join(part for part in parts[:2] if part) or "0s"
@@ -99,6 +99,11 @@ def counted(number: int, noun: str = "message") -> str:
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
+def capitalized(text: str) -> str:
+    """Return a sentence that begins with a capital; the rest stays as it is."""
+    return text[:1].upper() + text[1:]
+
+
 def with_article(noun: str) -> str:
     """a Session, an AsyncEngine, a User."""
     return f"{'an' if noun[:1] in tuple('AEIOaeio') else 'a'} {noun}"
@@ -107,5 +112,5 @@ def with_article(noun: str) -> str:
 def visible(value: object) -> str:
     """Text of strangers with its invisible characters as \\x1b and the like."""
     return CONTROL.sub(
-        lambda found: "".join(f"\\x{ord(char):02x}" for char in found[0]), str(value)
+        lambda match: "".join(f"\\x{ord(char):02x}" for char in match[0]), str(value)
     )

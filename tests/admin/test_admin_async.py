@@ -17,7 +17,7 @@ from txbox import App, ConfigurationError, Message, Outcome, Reject
 from txbox.admin import Admin, InboxFilter, OutboxFilter, QuarantineFilter
 from txbox.admin.canary import Canary, Step
 from txbox.admin.changes import Changes
-from txbox.admin.look import Look
+from txbox.admin.look import Queries
 from txbox.admin.replay import Replays
 from txbox.testing import drain_async
 
@@ -26,7 +26,7 @@ ON = ("asyncpg-pool", "async-engine-asyncpg", "async-engine-aiosqlite", "async-e
 ASYNC = [kind for kind in KINDS if kind.name in ON]
 VERBS = {
     name: verb
-    for base in (Look, Changes, Canary, Replays)
+    for base in (Queries, Changes, Canary, Replays)
     for name, verb in vars(base).items()
     if inspect.isfunction(verb) and not name.startswith("_")
 }

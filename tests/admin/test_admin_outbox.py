@@ -29,7 +29,7 @@ from txbox.observers.counters import Counters
 from txbox.policy import Retention
 from txbox.session import drive
 from txbox.store.order import Waits
-from txbox.store.outbox import OutboxStore, Taken
+from txbox.store.outbox import OutboxStore, RelayScope
 from txbox.testing import meanwhile
 from txbox.worker.relay import Relay
 
@@ -99,7 +99,7 @@ def test_status_and_list_say_what_each_row_is_doing(
             limit=9,
             payload_bytes=999,
             lease_s=600,
-            taken=Taken(route="x", topics=["b"], others=False),
+            scope=RelayScope(route="x", topics=["b"], others=False),
         )
         assert statuses(admin) == {
             dead: "dead", failed: "failed", leased: "leased", delayed: "delayed", due: "due", sent: "sent",

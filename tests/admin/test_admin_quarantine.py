@@ -88,7 +88,7 @@ def test_pages_go_on_where_the_last_one_ended_even_among_rows_of_one_instant(
         wrong = command(
             "quarantine", "list", "--before", "x", "--database", shop.url, code=2
         ).sentence
-        assert "Invalid place" in wrong
+        assert "Invalid cursor" in wrong
 
 
 def test_several_are_named_at_once_and_an_id_is_for_one(command: Command, shop: Shop) -> None:

@@ -113,8 +113,8 @@ def test_what_a_transaction_holds_is_not_called_retried(
     holder.execute("ROLLBACK")
     assert (redriven.stopped, redriven.count, redriven.left) == (None, 2, 1)
     assert redriven.sentence == (
-        "2 were retried, and the failure did not return. 1 were not retried: a transaction holds them, or somebody "
-        "else has decided on them."
+        "2 were retried, and the failure did not return. 1 were not retried: "
+        "locked by a transaction, or already changed."
     )
 
 

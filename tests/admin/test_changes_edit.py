@@ -142,7 +142,7 @@ def test_of_two_who_expect_a_version_one_edits_it(shop: Shop, admin: Admin) -> N
         ends = sorted(pool.map(edit, (1, 2)))
     # the second one meets what the first has written, or its lock
     assert ends[1] == "edited"
-    assert "changed meanwhile" in ends[0] or "held by a transaction" in ends[0]
+    assert "changed since you read it" in ends[0] or "locked by a transaction" in ends[0]
     assert [row.payload for row in replaced(admin)] == [WRONG]
     with pytest.raises(MessageChanged):
         admin.edit(CONSUMER, "m1", payload=RIGHT, expected=version)

@@ -241,7 +241,7 @@ def test_a_message_that_is_processed_or_held_is_left_alone(
         other = raw(postgresql_url)
         other.execute("BEGIN")
         other.execute("UPDATE txbox_inbox SET starts = 0 WHERE message_id = 'm2'")
-        with pytest.raises(ConfigurationError, match="held by another transaction"):
+        with pytest.raises(ConfigurationError, match="locked by another transaction"):
             admin.rehearse(CONSUMER, "m2")
         other.execute("ROLLBACK")
 

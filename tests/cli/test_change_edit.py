@@ -24,7 +24,9 @@ def test_a_dead_message_is_rehearsed_corrected_and_runs(sqlite_shop: Command) ->
     assert "would be edited" in dry.out
     version = dry.out.rpartition("--expect ")[2].strip()
     edit = ("edit", "billing", "m-1", "--payload", "-", "--expect")
-    assert "has changed meanwhile" in sqlite_shop(*edit, "0" * 32, stdin=good, code=2).sentence
+    assert (
+        "has changed since you read it" in sqlite_shop(*edit, "0" * 32, stdin=good, code=2).sentence
+    )
     sqlite_shop(*edit, version, "--reason", "typo", stdin=good)
     sqlite_shop("run", "shop:app", "--once")
     shown = sqlite_shop("show", "billing", "m-1", "--json", "--reveal").json

@@ -11,7 +11,7 @@ def test_the_command_prints_sentences_and_what_helps(sqlite_shop: Command) -> No
     ended = sqlite_shop("explain", "m-1", code=1)
     lines = ended.out.splitlines()
     assert lines[0] == "m-1 in the inbox of billing: dead"
-    assert lines[1].startswith("  ! It has been dead since ")
+    assert lines[1].startswith("  ! Dead since ")
     assert lines[2] == "      $ txbox retry billing m-1"
     assert "m-1 in the inbox of ledger: processed" in lines
     only = sqlite_shop("explain", "m-1", "--consumer", "ledger")

@@ -83,7 +83,7 @@ def test_print_and_init_are_of_the_same_database(command: Command, sqlite_url: s
 def test_nothing_leads_to_the_version_one_has(command: Command) -> None:
     version = str(tables.VERSION)
     said = command("schema", "print", "--dialect", "sqlite", "--from", version).out
-    assert said == f"-- Nothing leads from version {version} to version {version}.\n"
+    assert said == f"-- There is no migration from {version} to {version}.\n"
     assert (
         "upgrade txbox"
         in command("schema", "print", "--dialect", "sqlite", "--to", "99", code=2).sentence

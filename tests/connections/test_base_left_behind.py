@@ -160,7 +160,7 @@ def test_a_statement_that_is_left_behind_neither_hangs_nor_meets_another_message
     ends: bool,
 ) -> None:
     """It has its time to end; its connection is nobody's afterwards."""
-    monkeypatch.setattr(base, "TURN_S", 600 if ends else 0.2)
+    monkeypatch.setattr(base, "LEFT_BEHIND_S", 600 if ends else 0.2)
     tasks: list[Any] = []
     backends: list[int] = []
     with opened(postgresql_url) as shop, Raw(postgresql_url) as holder:
@@ -170,7 +170,7 @@ def test_a_statement_that_is_left_behind_neither_hangs_nor_meets_another_message
             return bool(shop.raw.value(_WAITING))
 
         def let_go() -> None:
-            eventually(lambda: any(turn.met for turn in turns))
+            eventually(lambda: any(turn.contended for turn in turns))
             holder.execute("SELECT pg_advisory_unlock(4711)")
 
         def left_behind(tx: Any) -> None:
@@ -219,7 +219,7 @@ def test_on_mysql_no_answer_is_taken_for_that_of_a_statement_left_behind(
     mysql_url: str, monkeypatch: pytest.MonkeyPatch, is_async: bool, ends: bool
 ) -> None:
     """Both read one socket: without turns, asyncmy took a SELECT's answer for that of COMMIT."""
-    monkeypatch.setattr(base, "TURN_S", 600 if ends else 0.2)
+    monkeypatch.setattr(base, "LEFT_BEHIND_S", 600 if ends else 0.2)
     lent: list[Any] = []
     left: list[Any] = []
     lock = "GET_LOCK(CONCAT(DATABASE(), '.left'), 600)"
@@ -235,7 +235,7 @@ def test_on_mysql_no_answer_is_taken_for_that_of_a_statement_left_behind(
             )
 
         def let_go() -> None:
-            eventually(lambda: bool(lent) and lent[0].met)
+            eventually(lambda: bool(lent) and lent[0].contended)
             holder.value("SELECT RELEASE_LOCK(CONCAT(DATABASE(), '.left'))")
 
         def waits(tx: Any) -> None:

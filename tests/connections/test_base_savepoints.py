@@ -240,7 +240,7 @@ def test_what_a_handler_does_to_its_session_costs_its_neighbours_nothing(
     (handler,) = app.handlers.matching("t", None)
     messages = [Message[Any](id=str(each), topic="t", payload=b"{}") for each in range(1, 6)]
     assert app.database.sync is not None
-    settled = drive(app.database.sync, app.intake.take_persistently, handler, messages)
+    settled = drive(app.database.sync, app.intake.take_with_retries, handler, messages)
     engine.dispose()
     fine = Outcome.PROCESSED
     assert [answer.outcome for answer in settled] == [fine, fine, outcome, fine, fine]
@@ -271,7 +271,7 @@ def test_neither_does_a_handler_of_an_async_session(
         messages = [Message[Any](id=str(each), topic="t", payload=b"{}") for each in range(1, 7)]
         assert app.database.asynchronous is not None
         settled = await drive_async(
-            app.database.asynchronous, app.intake.take_persistently, handler, messages
+            app.database.asynchronous, app.intake.take_with_retries, handler, messages
         )
         await app.close_async()
         await engine.dispose()

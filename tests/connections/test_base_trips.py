@@ -24,7 +24,7 @@ from txbox import App, Message, Outbox, Outcome, RetryPolicy
 from txbox.errors import StoreError, StoreUnavailable
 from txbox.session import Session, blocking, drive, drive_async
 from txbox.store import leases
-from txbox.store.outbox import Look, OutboxStore, Staged, Taken
+from txbox.store.outbox import LeasedPage, OutboxStore, RelayScope, Staged
 
 FAR = timedelta(days=1)
 
@@ -140,11 +140,11 @@ class Counted:
         await self.run(mark)
 
     async def _leased(self) -> Sequence[Staged]:
-        found = Look()
+        found = LeasedPage()
 
         async def leased(db: Session) -> None:
             look = await self._outbox.lease(
-                db, token="t", limit=10, payload_bytes=1000, lease_s=60, taken=Taken(route="r")
+                db, token="t", limit=10, payload_bytes=1000, lease_s=60, scope=RelayScope(route="r")
             )
             found.rows += look.rows
 

@@ -139,7 +139,7 @@ def receive(app: App, job: Job) -> None:
             settled = drive(app.database.sync, _ahead, app, handler, job)
         else:
             # as a lane does: a claim that the server has cut off, because this process stood still, is made again
-            settled = drive(app.database.sync, app.intake.take_persistently, handler, job.messages)
+            settled = drive(app.database.sync, app.intake.take_with_retries, handler, job.messages)
         outcomes = [answer.outcome for answer in settled]
     else:
         outcomes = [app.process(job.message)]
@@ -159,7 +159,7 @@ class _Last:
 
     def begin(self, db: Session) -> Statements | None:
         last = self._job.messages[2:]
-        operation = self._app.intake.take_persistently(db, self._handler, last, holder=self.holder)
+        operation = self._app.intake.take_with_retries(db, self._handler, last, holder=self.holder)
         self.ahead = Prepared(db, [], operation)
         return self.ahead.statements
 
@@ -173,7 +173,7 @@ async def _ahead(db: Session, app: App, handler: Handler, job: Job) -> list[Answ
     """Take the last message behind the COMMIT of the first two, as a lane does."""
     last = _Last(app, handler, job)
     with db.followed_by(last):
-        settled = await app.intake.take_persistently(
+        settled = await app.intake.take_with_retries(
             db, handler, job.messages[:2], holder=last.holder
         )
     if last.ahead is None:

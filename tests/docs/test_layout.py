@@ -28,7 +28,7 @@ GROUND = "environment"
 LARGE = 100  # lines; what is smaller is guarded by its caller's test
 #: What fails when one of these breaks; the reader's first guess would have been another file.
 ELSEWHERE = {
-    "admin/found": "admin/test_explain.py",
+    "admin/facts": "admin/test_explain.py",
     "admin/reader": "admin/test_admin.py",
     "admin/tables": "cli/test_cli_commands.py",
     "admin/views": "cli/test_cli_commands.py",

@@ -132,8 +132,12 @@ def test_every_topic_of_a_source_that_has_its_own(sqlite_url: str) -> None:
     source.topics = ("a", "b")
     with App(sqlite_url) as app:
         app.handler("a", consumer="c")(lambda message, tx: None)
-        with pytest.raises(ConfigurationError, match="topic 'b', which no handler consumes"):
+        app.handler("x: y", consumer="c")(lambda message, tx: None)
+        with pytest.raises(ConfigurationError) as raised:
             topics_of(app.handlers, source, ["*", "a"])
+        # its text cannot be split at a colon
+        assert raised.value.problem.endswith("topic 'b', which no handler consumes")
+        assert raised.value.remedy.startswith("register a handler for it")
         app.handler("b", consumer="c")(lambda message, tx: None)
         assert topics_of(app.handlers, source, ["*", "a"]) == ("a", "b")
 

@@ -234,7 +234,7 @@ def test_what_a_call_only_promises_is_no_success(app: App, kind: str) -> None:
     assert app.process(message) is Outcome.FAILED
     with Admin(app) as admin:
         (shown,) = admin.show(InboxFilter(consumer="billing", message_id="1"))
-    assert f"returned a {kind}, which nobody runs" in str(shown.error)
+    assert f"returned a {kind}, which never runs" in str(shown.error)
 
 
 def test_what_an_async_call_only_promises_is_no_success(app: App) -> None:

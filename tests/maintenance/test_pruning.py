@@ -28,7 +28,7 @@ from txbox.maintenance import JOBS, Report, Task, pruning, run_once
 from txbox.session import drive, drive_async
 from txbox.store import jobs, partitions
 from txbox.store import schema as tables
-from txbox.store.jobs import Walk
+from txbox.store.jobs import BlockScan
 
 
 def test_whole_days_are_dropped_and_only_they(timed: Shop, kind: str) -> None:
@@ -297,9 +297,9 @@ def test_old_rows_are_found_wherever_they_lie(postgresql_url: str) -> None:
         connections, value = shop.app.database.sync, shop.app.store.dialect
         assert connections is not None
         found = drive(connections, partitions.layout, value)
-        walk = Walk(value, found.parts, consumer=None, older_than_s=8 * 86400.0)
+        scan = BlockScan(value, found.parts, consumer=None, older_than_s=8 * 86400.0)
         sizes: list[int] = []
-        while (done := drive(connections, walk.batch, 100)).more:
+        while (done := drive(connections, scan.batch, 100)).more:
             sizes.append(done.rows)
         sizes.append(done.rows)
         assert sum(sizes) == 6666 - 952

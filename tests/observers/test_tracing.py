@@ -116,7 +116,7 @@ def test_a_batch_has_one_span_and_what_it_stages_stays_in_the_trace_of_its_cause
             for number, of in enumerate(traces)
         ]
         assert shop.app.database.sync is not None
-        drive(shop.app.database.sync, shop.app.intake.take_persistently, handler, messages)
+        drive(shop.app.database.sync, shop.app.intake.take_with_retries, handler, messages)
         relayed(shop.app)
     (span,) = seen.named(f"process {TOPIC}")
     assert (span.attributes or {})["messaging.batch.message_count"] == 2

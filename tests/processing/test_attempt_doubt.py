@@ -46,7 +46,7 @@ def behind_proxy(url: str, retries: int) -> Iterator[tuple[Shop, Proxy]]:
 
 def take(shop: Shop, handler: Handler, ids: list[str]) -> list[Outcome]:
     settled = drive(
-        shop.app._any_sync(), shop.app.intake.take_persistently, handler, [*map(paid, ids)]
+        shop.app._any_sync(), shop.app.intake.take_with_retries, handler, [*map(paid, ids)]
     )
     return [answer.outcome for answer in settled]
 
@@ -84,7 +84,7 @@ def test_a_look_in_doubt_is_repeated(new_database: NewDatabase, cut: Cut) -> Non
     with behind_proxy(new_database("postgresql"), 5) as (shop, proxy):
         handler = shop.handler()
         assert take(shop, handler, IDS[:4]) == [Outcome.PROCESSED] * 4
-        shop.app.protocol.batch_sizes.of(handler).met(1000, 1000)
+        shop.app.protocol.batch_sizes.of(handler).looked_up(1000, 1000)
         proxy.cut = cut
         assert take(shop, handler, IDS) == [Outcome.DUPLICATE] * 4 + [Outcome.PROCESSED]
         assert proxy.cuts == 1
@@ -102,7 +102,7 @@ def test_rows_whose_commit_is_in_doubt_are_decided_one_by_one(
         leasing = Leasing(shop.app.lease, secrets.token_hex(16))
         drive(
             shop.app._any_sync(),
-            shop.app.intake.take_persistently,
+            shop.app.intake.take_with_retries,
             handler,
             [*map(paid, IDS)],
             leasing=leasing,
@@ -143,7 +143,7 @@ def test_rows_that_left_their_transaction_together_are_never_run_again(shop: Sho
     leasing = Leasing(shop.app.lease, secrets.token_hex(16))
     drive(
         shop.app._any_sync(),
-        shop.app.intake.take_persistently,
+        shop.app.intake.take_with_retries,
         handler,
         [*map(paid, IDS)],
         leasing=leasing,
@@ -185,7 +185,7 @@ def test_a_conflict_makes_batches_small_and_is_no_attempt(
             messages = [*map(paid, IDS)]
             drive(
                 shop.app._any_sync(),
-                shop.app.intake.take_persistently,
+                shop.app.intake.take_with_retries,
                 handler,
                 messages,
                 leasing=leasing,
@@ -277,7 +277,7 @@ def _check_given_back(shop: Shop, own_ids: list[str]) -> None:
     leasing = Leasing(app.lease, secrets.token_hex(16))
     drive(
         app._any_sync(),
-        app.intake.take_persistently,
+        app.intake.take_with_retries,
         handler,
         [*map(paid, own_ids)],
         leasing=leasing,

@@ -101,7 +101,7 @@ def test_trouble_in_what_a_handler_stages_is_no_attempt(
         handler = shop.handler(stages)
         settled = drive(
             shop.app._any_sync(),
-            shop.app.intake.take_persistently,
+            shop.app.intake.take_with_retries,
             handler,
             [*map(paid, ids)],
             for_s=10,
@@ -161,7 +161,7 @@ def test_an_answer_to_a_commit_that_nobody_knows_leaves_it_in_doubt(
             return await shop.app.protocol.deliver(db, handler, arrivals)
 
         settled = drive_meddled(
-            shop.app._any_sync(), doubtful, shop.app.protocol.persistently, delivered
+            shop.app._any_sync(), doubtful, shop.app.protocol.with_retries, delivered
         )
         assert {message_id: settled[message_id].outcome for message_id in ids} == dict.fromkeys(
             ids, Outcome.DUPLICATE

@@ -40,7 +40,7 @@ def test_rows_stored_by_a_commit_in_doubt_are_given_back(
         monkeypatch.setattr(PsycopgConnection, "commit_then", committed)
         messages: list[Message[Any]] = [Message(id=str(n), topic="orders") for n in range(3)]
         answers = drive(
-            connections, app.intake.take_persistently, handler, messages, leasing=Leasing(app.lease)
+            connections, app.intake.take_with_retries, handler, messages, leasing=Leasing(app.lease)
         )
         assert [answer.outcome for answer in answers] == [Outcome.DEFERRED] * 3
         due = drive(

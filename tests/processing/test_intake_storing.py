@@ -41,7 +41,7 @@ def test_what_another_transaction_holds_is_in_progress_and_the_rest_is_stored(
             del message
             assert Inbox(consumer="c").accept(tx, "2")
             assert app.database.sync is not None
-            answers = drive(app.database.sync, app.intake.take_persistently, handler, messages)
+            answers = drive(app.database.sync, app.intake.take_with_retries, handler, messages)
             outcomes.extend(answer.outcome for answer in answers)
 
         assert other.process(Message(topic="held", id="1")) is Outcome.PROCESSED

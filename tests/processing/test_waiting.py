@@ -72,13 +72,13 @@ def test_a_try_from_before_the_database_answered_tells_of_no_new_trouble() -> No
 
     async def overtaken(_: Session) -> None:
         if next(begun, False):
-            await waiting.persistently(db, Failing())
+            await waiting.with_retries(db, Failing())
             raise StoreUnavailable("away")
 
-    blocking(waiting.persistently(db, overtaken))
+    blocking(waiting.with_retries(db, overtaken))
     kinds = [type(event) for event in seen]
     assert kinds == [ConsumptionPaused, ConsumptionResumed, ConsumptionResumed]
-    blocking(waiting.persistently(db, away_again := Failing()))
+    blocking(waiting.with_retries(db, away_again := Failing()))
     assert away_again.calls == 2
     assert [type(event) for event in seen[3:]] == [ConsumptionPaused, ConsumptionResumed]
 

@@ -76,7 +76,7 @@ def live(app: App, consumer: str, message: Message[Any]) -> None:
         return drive(db, leases.lease, store, consumer, token=token, **options)
 
     first, ids = Leasing(app.lease), [str(message.id)]
-    drive(db, app.intake.take_persistently, handler, [message], leasing=first)
+    drive(db, app.intake.take_with_retries, handler, [message], leasing=first)
     drive(db, leases.heartbeat, store, consumer, ids, token=first.token, lease=app.lease)
     # none, where another has done it meanwhile
     for row in first.rows:

@@ -62,7 +62,7 @@ def handler(request: pytest.FixtureRequest, shop: Shop) -> Handler:
     keeps = request.param == "claim that keeps payloads"
     registered = shop.handler(keep_payload="always" if keeps else "unfinished")
     if request.param == "look":
-        pace_of(shop, registered).met(1000, 1000)
+        pace_of(shop, registered).looked_up(1000, 1000)
     return registered
 
 
@@ -266,7 +266,7 @@ def test_an_id_that_is_held_elsewhere_costs_a_batch_its_bound_and_nobody_else(
             pace_of(shop, handler).committed(2**doubled, 0.0)
         assert pace_of(shop, handler).messages == 32
         if way == "look":
-            pace_of(shop, handler).met(1000, 1000)
+            pace_of(shop, handler).looked_up(1000, 1000)
         other = acquired(shop.app._any_sync())
         other.begin(())
         assert Inbox(CONSUMER).accept(other.native, paid("m1"))

@@ -34,7 +34,7 @@ def take(app: App, handler: Handler, *messages: Message[Any]) -> list[Outcome]:
 def replay(shop: Shop, handler: Handler) -> BatchSize:
     """Have so many duplicates come that the next batch is looked up before it is claimed."""
     pace = shop.app.protocol.batch_sizes.of(handler)
-    pace.met(100, 100)
+    pace.looked_up(100, 100)
     assert pace.looks_first
     return pace
 
@@ -176,7 +176,7 @@ def test_a_look_beside_a_claim_in_flight_does_not_decide(new_database: NewDataba
 
 def test_the_look_is_given_up_when_new_messages_prevail() -> None:
     pace = BatchSize(Batching())
-    pace.met(100, 99)
+    pace.looked_up(100, 99)
     assert pace.looks_first
-    pace.met(100, 10)
+    pace.looked_up(100, 10)
     assert not pace.looks_first

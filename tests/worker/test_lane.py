@@ -41,7 +41,7 @@ class Fixed(BatchSize):
 def batches_of(app: App, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Handler, list[str]]]:
     """The handler and the ids of every batch that a lane takes."""
     taken: list[tuple[Handler, list[str]]] = []
-    take = app.intake.take_persistently
+    take = app.intake.take_with_retries
 
     def recorded(
         db: Session, handler: Handler, messages: Sequence[Message[Any]], **options: Any
@@ -49,7 +49,7 @@ def batches_of(app: App, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Handler,
         taken.append((handler, [str(message.id) for message in messages]))
         return take(db, handler, messages, **options)
 
-    monkeypatch.setattr(app.intake, "take_persistently", recorded)
+    monkeypatch.setattr(app.intake, "take_with_retries", recorded)
     return taken
 
 

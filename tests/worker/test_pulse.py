@@ -136,7 +136,7 @@ def pulse_sends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_nothing_is_counted_where_nobody_writes_it_down(shop: Shop) -> None:
     shop.handler()
     shop.deliver(paid("m"))
-    assert not shop.app.activity.taken()
+    assert not shop.app.activity.unwritten()
 
 
 def test_counting_makes_no_event_of_what_goes_well(shop: Shop) -> None:

@@ -33,7 +33,7 @@ def admin(shop: Shop) -> Iterator[Admin]:
 
 
 def hears(shop: Shop, *, paused: bool = True) -> None:
-    eventually(lambda: (CONSUMER in shop.app.pauses.held) is paused, "what the database says")
+    eventually(lambda: (CONSUMER in shop.app.pauses.paused) is paused, "what the database says")
 
 
 def test_a_source_of_a_paused_consumer_alone_keeps_its_messages(shop: Shop, admin: Admin) -> None:
@@ -70,7 +70,7 @@ def test_a_source_of_every_topic_stops_when_all_of_its_consumers_are_paused(
         assert admin.pause(second)
     shop.app.consume(source, topics=["*"])
     with running(worker(shop.app)):
-        eventually(lambda: first in shop.app.pauses.held)
+        eventually(lambda: first in shop.app.pauses.paused)
         assert not source.received, "all are paused: it keeps its messages"
         assert admin.resume(second or first)
         eventually(lambda: shop.effects() == 5)
@@ -223,7 +223,7 @@ def test_a_pause_that_cannot_be_read_stays_what_it_was(shop: Shop, admin: Admin)
         shop.raw.execute("ALTER TABLE txbox_pause RENAME TO txbox_elsewhere")
         source.waiting += Memory([paid("m")]).waiting
         eventually(lambda: source.settled_ids == ["m"])
-        assert CONSUMER in shop.app.pauses.held
+        assert CONSUMER in shop.app.pauses.paused
         assert statuses(shop.raw) == {"pending": 1, "processed": 1}
         shop.raw.execute("ALTER TABLE txbox_elsewhere RENAME TO txbox_pause")
         admin.resume(CONSUMER)

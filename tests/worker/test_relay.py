@@ -91,7 +91,7 @@ def test_rows_without_a_route_are_leased_once(database_url: str, plain_connectio
             limit=10,
             payload_bytes=999,
             lease_s=60,
-            taken=outbox.Taken(route=""),
+            scope=outbox.RelayScope(route=""),
         )
     assert [row.id for row in look.rows] == ids
 

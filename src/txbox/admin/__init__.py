@@ -8,29 +8,29 @@ from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from txbox.admin.canary import Canary
-from txbox.admin.changes import Changed, Changes, Edited, How, MessageChanged
+from txbox.admin.changes import Changed, ChangeOptions, Changes, Edited, MessageChanged
 from txbox.admin.encrypt import Encrypted, Encryption
-from txbox.admin.look import Look
-from txbox.admin.reader import Reader, run_verb
+from txbox.admin.look import Queries
+from txbox.admin.reader import Operator, run_verb
 from txbox.admin.replay import Replays
 from txbox.admin.tables import InboxFilter, OutboxFilter, QuarantineFilter
-from txbox.session import twin_of
+from txbox.session import async_of
 
 __all__ = [
-    "Admin", "Changed", "Edited", "Encrypted", "How", "InboxFilter", "MessageChanged", "OutboxFilter",
+    "Admin", "ChangeOptions", "Changed", "Edited", "Encrypted", "InboxFilter", "MessageChanged", "OutboxFilter",
     "QuarantineFilter",
 ]  # fmt: skip
 
 
 T = TypeVar("T")
 P = ParamSpec("P")
-ReaderT = TypeVar("ReaderT", bound=Reader)
+OperatorT = TypeVar("OperatorT", bound=Operator)
 
 
 def _twin(
-    verb: Callable[Concatenate[ReaderT, P], T],
-) -> Callable[Concatenate[ReaderT, P], CoroutineType[Any, Any, T]]:
-    @twin_of(verb)
+    verb: Callable[Concatenate[OperatorT, P], T],
+) -> Callable[Concatenate[OperatorT, P], CoroutineType[Any, Any, T]]:
+    @async_of(verb)
     async def twin(*args: Any, **kwargs: Any) -> T:
         return await run_verb(verb, *args, **kwargs)
 
@@ -41,7 +41,7 @@ def _twin(
     return twin
 
 
-class Admin(Look, Replays, Canary, Encryption):
+class Admin(Queries, Replays, Canary, Encryption):
     """The operator's view of one inbox and outbox. A filter says which table a verb is about.
 
     Args:
@@ -55,34 +55,34 @@ class Admin(Look, Replays, Canary, Encryption):
     included. Cancelled, it ends after the batch at work.
     """
 
-    status_async = _twin(Look.status)
-    topics_async = _twin(Look.topics)
-    overview_async = _twin(Look.overview)
-    open_of_async = _twin(Look.open_of)
-    unsent_async = _twin(Look.unsent)
-    names_async = _twin(Look.names)
-    hint_async = _twin(Look.hint)
-    consumers_async = _twin(Look.consumers)
-    sizes_async = _twin(Look.sizes)
-    schema_async = _twin(Look.schema)
-    activity_async = _twin(Look.activity)
-    workers_async = _twin(Look.workers)
-    pauses_async = _twin(Look.pauses)
-    pause_changes_async = _twin(Look.pause_changes)
-    snapshot_async = _twin(Look.snapshot)
-    unserved_async = _twin(Look.unserved)
-    check_async = _twin(Look.check)
-    crew_async = _twin(Look.crew)
-    idle_async = _twin(Look.idle)
-    doctor_async = _twin(Look.doctor)
-    list_async = _twin(Look.list)
-    page_async = _twin(Look.page)
-    failures_async = _twin(Look.failures)
-    quarantine_groups_async = _twin(Look.quarantine_groups)
-    audit_async = _twin(Look.audit)
-    show_async = _twin(Look.show)
-    reveal_async = _twin(Look.reveal)
-    explain_async = _twin(Look.explain)
+    status_async = _twin(Queries.status)
+    topics_async = _twin(Queries.topics)
+    overview_async = _twin(Queries.overview)
+    open_of_async = _twin(Queries.open_of)
+    unsent_async = _twin(Queries.unsent)
+    names_async = _twin(Queries.names)
+    hint_async = _twin(Queries.hint)
+    consumers_async = _twin(Queries.consumers)
+    sizes_async = _twin(Queries.sizes)
+    schema_async = _twin(Queries.schema)
+    activity_async = _twin(Queries.activity)
+    workers_async = _twin(Queries.workers)
+    pauses_async = _twin(Queries.pauses)
+    pause_changes_async = _twin(Queries.pause_changes)
+    snapshot_async = _twin(Queries.snapshot)
+    unserved_async = _twin(Queries.unserved)
+    check_async = _twin(Queries.check)
+    crew_async = _twin(Queries.crew)
+    idle_async = _twin(Queries.idle)
+    doctor_async = _twin(Queries.doctor)
+    list_async = _twin(Queries.list)
+    page_async = _twin(Queries.page)
+    failures_async = _twin(Queries.failures)
+    quarantine_groups_async = _twin(Queries.quarantine_groups)
+    audit_async = _twin(Queries.audit)
+    show_async = _twin(Queries.show)
+    reveal_async = _twin(Queries.reveal)
+    explain_async = _twin(Queries.explain)
     retry_async = _twin(Changes.retry)
     discard_async = _twin(Changes.discard)
     reroute_async = _twin(Changes.reroute)

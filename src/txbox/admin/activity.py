@@ -131,20 +131,20 @@ class Snapshot:
 
 
 def snapshot(
-    found: Activities, workers: Sequence[WorkerStatus], paused: Sequence[Pause]
+    activities: Activities, workers: Sequence[WorkerStatus], paused: Sequence[Pause]
 ) -> Snapshot:
     """The rates of the last two minutes, also for consumers that did nothing."""
-    over_s = (found.until - found.since).total_seconds()
-    held = {pause.consumer for pause in paused}
-    consumers = {each.name: each for each in found.consumers}
-    routes = {each.name: each for each in found.routes}
-    known = held.union(consumers, *(worker.consumers for worker in workers))
+    over_s = (activities.until - activities.since).total_seconds()
+    paused_names = {pause.consumer for pause in paused}
+    consumers = {each.name: each for each in activities.consumers}
+    routes = {each.name: each for each in activities.routes}
+    known = paused_names.union(consumers, *(worker.consumers for worker in workers))
     ways = {*routes}.union(*(worker.routes for worker in workers))
     return Snapshot(
-        at=found.until,
+        at=activities.until,
         over_s=over_s,
         consumers=tuple(
-            _rates("consumer", name, consumers.get(name), over_s, paused=name in held)
+            _rates("consumer", name, consumers.get(name), over_s, paused=name in paused_names)
             for name in sorted(known)
         ),
         routes=tuple(_rates("route", name, routes.get(name), over_s) for name in sorted(ways)),
@@ -154,9 +154,9 @@ def snapshot(
 
 
 def _rates(
-    kind: Kind, name: str, found: Activity | None, over_s: float, *, paused: bool = False
+    kind: Kind, name: str, entry: Activity | None, over_s: float, *, paused: bool = False
 ) -> Rates:
-    counts = Counts() if found is None else found.total
+    counts = Counts() if entry is None else entry.total
     p50, p95, p99 = (counts.latency.quantile(share) for share in (0.5, 0.95, 0.99))
     return Rates(
         kind=kind,
@@ -171,7 +171,7 @@ def _rates(
         p50_s=p50,
         p95_s=p95,
         p99_s=p99,
-        oldest_s=None if found is None else found.points[-1].counts.oldest_s,
+        oldest_s=None if entry is None else entry.points[-1].counts.oldest_s,
     )
 
 
@@ -188,9 +188,9 @@ async def read(db: Session, dialect: Dialect, last: timedelta, step: timedelta) 
     length, minutes = step // _MINUTE, last // _MINUTE
     # the database strings the histograms of a step together: those of an hour at most
     summed = gcd(length, 60)
-    clock_s, found = await activity.read(db, dialect, minutes=minutes, step=summed)
+    clock_s, rows = await activity.read(db, dialect, minutes=minutes, step=summed)
     steps: dict[tuple[Kind, str], dict[int, Counts]] = {}
-    for key, counts in found:
+    for key, counts in rows:
         # steps begin at round times
         of_step = steps.setdefault((key.kind, key.name), {})
         of_step.setdefault(key.minute // length, Counts()).merge(counts)
@@ -235,11 +235,11 @@ def _moment(minute: int) -> datetime:
 
 def statuses(workers: Sequence[activity.Worker], paused: Sequence[Pause]) -> list[WorkerStatus]:
     """The processes as people see them, the longest at work first."""
-    held = {pause.consumer for pause in paused}
+    paused_names = {pause.consumer for pause in paused}
     return [
         WorkerStatus(
             **{item.name: getattr(worker.identity, item.name) for item in fields(Identity)},
-            paused=tuple(name for name in worker.identity.consumers if name in held),
+            paused=tuple(name for name in worker.identity.consumers if name in paused_names),
             state=worker.doing.state if worker.silent_s < SILENT_S else "silent",
             busy=worker.doing.busy,
             leases=worker.doing.leases,

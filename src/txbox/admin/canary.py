@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal, Unpack, cast
 
-from txbox.admin.changes import Changes, How
-from txbox.admin.reader import Reader
+from txbox.admin.changes import ChangeOptions, Changes
+from txbox.admin.reader import Operator
 from txbox.admin.tables import InboxFilter
 from txbox.errors import ConfigurationError
 from txbox.outcome import Status
@@ -63,8 +63,8 @@ class Redriven:
     """What a canary redrive did.
 
     Attributes:
-        count: messages that were given a new budget of attempts.
-        left: how many matching messages it has left alone.
+        count: messages retried, each with a new budget of attempts.
+        left: matching messages that were not retried.
         stopped: why it ended before all of them; None when it did not.
     """
 
@@ -79,29 +79,29 @@ class Redriven:
         if self.stopped is None and not self.left:
             return "All of them were retried, and the failure did not return."
         unfinished = sum(step.count - step.processed for step in self.steps)
-        left = f"{self.left:,} were not retried"
+        rest = f"{self.left:,} were not retried"
         if unfinished:
-            left += (
+            rest += (
                 f"; of the {self.count:,} that were, {unfinished:,} are not processed yet and go on by their retry "
                 "policy"
             )
         match self.stopped:
             case None:
                 return (
-                    f"{self.count:,} were retried, and the failure did not return. {self.left:,} were not retried: a "
-                    "transaction holds them, or somebody else has decided on them."
+                    f"{self.count:,} were retried, and the failure did not return. {self.left:,} were not retried: "
+                    "locked by a transaction, or already changed."
                 )
             case "returned":
                 again = self.steps[-1].again
                 named = ", ".join(" ".join(name) for name in again[:3])
                 more = f" and {len(again) - 3} more" if len(again) > 3 else ""
-                return f"Stopped: the failure returned ({named}{more}). {left}."
+                return f"Stopped: the failure returned ({named}{more}). {rest}."
             case "otherwise":
-                return f"Stopped: every message failed in another way. {left}."
+                return f"Stopped: every message failed in another way. {rest}."
             case "nobody":
-                return f"Stopped: no worker took the messages. Does one run, and is the consumer paused? {left}."
+                return f"Stopped: no worker took the messages. Does one run, and is the consumer paused? {rest}."
             case "cancelled":
-                return f"Cancelled. {left}."
+                return f"Cancelled. {rest}."
 
 
 class Canary(Changes):
@@ -113,7 +113,7 @@ class Canary(Changes):
         *,
         patience: timedelta = _PATIENCE,
         on_step: Callable[[Step], None] | None = None,
-        **how: Unpack[How],
+        **how: Unpack[ChangeOptions],
     ) -> Redriven:
         """Retry dead messages one, then ten, then five hundred at a time, as long as their failure does not return.
 
@@ -151,8 +151,8 @@ class Canary(Changes):
                 why = "cancelled"
                 break
             size = min(_SIZES[min(len(steps), len(_SIZES) - 1)], total - count)
-            given = cast("How", {**who, "most": size})
-            changed = self._change("retry", where, given, named_max=size)
+            options = cast("ChangeOptions", {**who, "most": size})
+            changed = self._change("retry", where, options, named_max=size)
             if not changed.count:
                 break
             count += changed.count
@@ -163,12 +163,12 @@ class Canary(Changes):
             steps.append(step)
             if on_step is not None:
                 on_step(step)
-        left = max(0, total - count)
-        return Redriven(steps=tuple(steps), count=count, left=left, stopped=why)
+        remaining = max(0, total - count)
+        return Redriven(steps=tuple(steps), count=count, left=remaining, stopped=why)
 
 
 def _settled(
-    reader: Reader,
+    operator: Operator,
     fingerprint: str | None,
     keys: Sequence[Named],
     cancelled: Callable[[], bool],
@@ -177,7 +177,7 @@ def _settled(
     """Wait until all have run, one has failed as before, or nothing happens any more."""
     waiting, since = len(keys), time.monotonic()
     while True:
-        step = _step(reader, fingerprint, keys)
+        step = _step(operator, fingerprint, keys)
         if step.returned:
             return step, "returned"
         if not step.waiting:
@@ -191,13 +191,13 @@ def _settled(
         time.sleep(_LOOK_S)
 
 
-def _step(reader: Reader, fingerprint: str | None, keys: Sequence[Named]) -> Step:
+def _step(operator: Operator, fingerprint: str | None, keys: Sequence[Named]) -> Step:
     """What has become of these messages; those that are gone count nowhere."""
     consumers, ids = zip(*keys, strict=True)
-    found = reader.rows("inbox_states", rows={"consumer": consumers, "message_id": ids})
+    rows = operator.rows("inbox_states", rows={"consumer": consumers, "message_id": ids})
     became: Counter[str] = Counter()
     again: list[Named] = []
-    for consumer, message_id, status, attempts, of_now in found:
+    for consumer, message_id, status, attempts, of_now in rows:
         if status == Status.PROCESSED:
             became["processed"] += 1
         elif status == Status.DEAD or (status == Status.FAILED and int(attempts)):

@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 from txbox.admin import tables
-from txbox.admin.reader import Audit, Reader
+from txbox.admin.reader import Audit, Operator
 from txbox.admin.tables import (
     INBOX,
     OUTBOX,
@@ -67,7 +67,7 @@ _PAYLOAD_CUT = (
 Progress = Callable[[int], None]
 
 
-class How(TypedDict, total=False):
+class ChangeOptions(TypedDict, total=False):
     """The options of every change.
 
     Keys:
@@ -102,7 +102,7 @@ class Changed:
 
     Attributes:
         count: rows changed.
-        spared: rows left alone because their transaction was broken; see `Admin.retry`.
+        spared: rows skipped because their transaction was broken; see `Admin.retry`.
         without_payload: rows that match a retry, and cannot be retried.
         sample: the keys of the first changed rows.
         refused: the keys of rows that cannot be accepted, with the reason.
@@ -142,21 +142,21 @@ class MessageChanged(ConfigurationError):
 
 
 class Batch(NamedTuple):
-    """One batch of a change: its rows, how many were left alone, and where the next one begins, if any."""
+    """One batch of a change: its rows, how many were skipped, and the cursor of the next one, if any."""
 
     keys: list[Key]
     spared: int
-    place: Any
+    cursor: Any
 
 
-class Changes(Reader):
+class Changes(Operator):
     """The verbs that change messages. A filter says which table a verb is about."""
 
-    def retry(self, where: InboxFilter | OutboxFilter, **how: Unpack[How]) -> Changed:
+    def retry(self, where: InboxFilter | OutboxFilter, **how: Unpack[ChangeOptions]) -> Changed:
         """Give messages a full new budget of attempts, due at once, under their ids.
 
         A filter matches dead messages unless it names the status `failed`; with a message id it matches
-        both. Rows of a broken transaction (their effects are unknown) are left alone unless the filter
+        both. Rows of a broken transaction (their effects are unknown) are skipped unless the filter
         names the message id or that error type. An outgoing message leaves before the later ones of its key.
 
         Guarantee: batches are small transactions with their audit row, and never wait for live traffic.
@@ -164,7 +164,7 @@ class Changes(Reader):
         return self._change("retry", where, how)
 
     def discard(
-        self, where: InboxFilter | OutboxFilter | QuarantineFilter, **how: Unpack[How]
+        self, where: InboxFilter | OutboxFilter | QuarantineFilter, **how: Unpack[ChangeOptions]
     ) -> Changed:
         """Give messages up for good: they never run or leave, and a copy that arrives later is a duplicate.
 
@@ -175,10 +175,10 @@ class Changes(Reader):
         """
         return self._change("discard", where, how)
 
-    def reroute(self, where: OutboxFilter, to: str, **how: Unpack[How]) -> Changed:
+    def reroute(self, where: OutboxFilter, to: str, **how: Unpack[ChangeOptions]) -> Changed:
         """Give outgoing messages another route, with a full new budget of attempts, under their ids.
 
-        A filter matches messages that have not left, and dead ones only if it names the status `dead`; with
+        A filter matches unsent messages, and dead ones only if it names the status `dead`; with
         a message id it matches both. The guarantee is that of `retry`.
 
         Args:
@@ -188,7 +188,11 @@ class Changes(Reader):
         return self._change("reroute", where, how, to=to)
 
     def accept(
-        self, where: QuarantineFilter, *, message_id: str | None = None, **how: Unpack[How]
+        self,
+        where: QuarantineFilter,
+        *,
+        message_id: str | None = None,
+        **how: Unpack[ChangeOptions],
     ) -> Changed:
         """Store quarantined messages as pending, in the order of their arrival, to be processed after all.
 
@@ -241,11 +245,11 @@ class Changes(Reader):
         content_type: str | None = None,
         headers: Mapping[str, str | None] | None = None,
         expected: str | None = None,
-        **how: Unpack[How],
+        **how: Unpack[ChangeOptions],
     ) -> Edited:
         """Correct what a dead or failed message carries, and give it a full new budget of attempts, due at once.
 
-        It keeps its id, its place and the hash of the original, whose copies stay duplicates. The original stays in
+        It keeps its id, its order and the hash of the original, whose copies stay duplicates. The original stays in
         the quarantine, as `replaced`, as long as the message itself. With an App, its handler must be able to read
         the new payload, and find the same id and version in it.
 
@@ -264,20 +268,20 @@ class Changes(Reader):
         """
         if payload is None and content_type is None and not headers:
             raise ConfigurationError("Nothing to edit: give a payload, a content type or headers.")
-        redact, given = self.app.store.columns.redact, headers or {}
-        hidden = [name for name, value in given.items() if value == HIDDEN]
+        redact, replacements = self.app.store.columns.redact, headers or {}
+        hidden = [name for name, value in replacements.items() if value == HIDDEN]
         if any(redact.header(name, "") for name in hidden) or redact.was_shown(payload or b""):
             raise ConfigurationError(
                 f"Your edit contains {HIDDEN!r}, which stands for what App(redact=…) hides: give the real value."
             )
-        names = {name.lower() for name in given}
+        names = {name.lower() for name in replacements}
 
         def edited(arrival: Arrival) -> Message[Any]:
             message = arrival.message
             if expected not in (None, _version(message)):
-                raise MessageChanged("The message has changed meanwhile: look at it again.")
+                raise MessageChanged("The message has changed since you read it: read it again.")
             kept = [pair for pair in message.headers if pair[0].lower() not in names]
-            fresh = [(name, value) for name, value in given.items() if value is not None]
+            fresh = [(name, value) for name, value in replacements.items() if value is not None]
             after = replace(
                 message,
                 payload=message.payload if payload is None else payload,
@@ -294,11 +298,11 @@ class Changes(Reader):
             return after
 
         where, audit = InboxFilter(consumer=consumer, message_id=message_id), audit_of(how)
-        found = self.on_database(again, _edit, self.store, where, edited, audit)
-        if found is None:
+        versions = self.on_database(again, _edit, self.store, where, edited, audit)
+        if versions is None:
             raise ConfigurationError(self.why_not("edit", where))
         self.emit("edit", 1, audit)
-        before, after = found
+        before, after = versions
         return Edited(
             dry_run=audit is None,
             version=_version(before),
@@ -307,7 +311,7 @@ class Changes(Reader):
             headers=tuple(sorted(names)),
         )
 
-    def pause(self, consumer: str, **how: Unpack[How]) -> bool:
+    def pause(self, consumer: str, **how: Unpack[ChangeOptions]) -> bool:
         """Stop all workers from running a consumer until it is resumed; returns False when it is paused already.
 
         Every worker notices within a few seconds, and later ones when they start. Running messages finish; rows
@@ -318,7 +322,7 @@ class Changes(Reader):
         """
         return self._paused("pause", pause, consumer, how)
 
-    def resume(self, consumer: str, **how: Unpack[How]) -> bool:
+    def resume(self, consumer: str, **how: Unpack[ChangeOptions]) -> bool:
         """Let workers run a consumer again, within a few seconds; returns False when it is not paused.
 
         Guarantee: the end of the pause and its audit row are one commit.
@@ -326,7 +330,11 @@ class Changes(Reader):
         return self._paused("resume", resume, consumer, how)
 
     def _paused(
-        self, action: str, change: Callable[..., Coroutine[Any, Any, bool]], consumer: str, how: How
+        self,
+        action: str,
+        change: Callable[..., Coroutine[Any, Any, bool]],
+        consumer: str,
+        how: ChangeOptions,
     ) -> bool:
         checked_consumer(consumer)
         audit, dry_run = Audit.of(how.get("actor"), how.get("reason")), how.get("dry_run", False)
@@ -340,7 +348,7 @@ class Changes(Reader):
         self,
         verb: Verb,
         where: Filter[Any, Any],
-        how: How,
+        how: ChangeOptions,
         *,
         to: str | None = None,
         each: Callable[[Key, Audit | None], str | None] | None = None,
@@ -381,7 +389,7 @@ class Changes(Reader):
                     changed = [key for key in batch.keys if not whys.get(key)]
                     sample += changed[: named_max - len(sample)]
                     count, spared = count + len(changed), spared + batch.spared
-                    after, more = batch.place, batch.place is not None
+                    after, more = batch.cursor, batch.cursor is not None
                     if report is not None and audit is not None:
                         report(count)
         finally:
@@ -418,10 +426,10 @@ class Changes(Reader):
             "needs_payload": needs_payload and verb == "retry",
             "spared": spared,
         }
-        found = self.rows(f"{where.table.name}_count", params, {"status": statuses})
+        rows = self.rows(f"{where.table.name}_count", params, {"status": statuses})
         counted = [
-            Matching(status, consumer, int(count - left), int(left))
-            for status, consumer, count, left in found
+            Matching(status, consumer, int(count - skipped), int(skipped))
+            for status, consumer, count, skipped in rows
         ]
         return sorted(counted, key=lambda matching: statuses.index(matching.status))
 
@@ -431,40 +439,43 @@ class Changes(Reader):
             return "No such quarantined message: `txbox quarantine list` shows what is there."
         consumer = getattr(where, "consumer", None)
         name = str(where.message_id) if consumer is None else f"{consumer} {where.message_id}"
-        found: Any = next(iter(self.messages(where)), None)
-        if found is None and where.table is OUTBOX:
+        message: Any = next(iter(self.messages(where)), None)
+        if message is None and where.table is OUTBOX:
             return (
                 f"The outbox has no message {name!r}: what was sent is deleted, unless "
                 "RelayPolicy.keep_sent keeps it."
             )
-        if found is None:
+        if message is None:
             return f"{name}: there is no such message; `txbox list` shows which there are."
-        if verb == "replay" and not found.has_payload:
+        if verb == "replay" and not message.has_payload:
             return f"{name}: its payload was not kept; set keep_payload= on the handler for messages to come."
         if verb == "replay":
-            return f"{name} is {found.status}: only processed messages are replayed."
+            return f"{name} is {message.status}: only processed messages are replayed."
         if verb == "rehearse":
             return (
                 f"{name} has no payload to run its handler with: it was not kept (keep_payload=)."
             )
-        if verb == "edit" and found.status not in (Status.DEAD, Status.FAILED):
-            return f"{name} is {found.status}: only dead and failed messages can be edited."
-        if found.status == Status.PROCESSED and verb != "discard":
-            if found.has_payload:
+        if verb == "edit" and message.status not in (Status.DEAD, Status.FAILED):
+            return f"{name} is {message.status}: only dead and failed messages can be edited."
+        if message.status == Status.PROCESSED and verb != "discard":
+            if message.has_payload:
                 return f"{name} is processed: `txbox replay` runs it again."
             return f"{name} is processed: its payload was not kept, so nothing can run it again."
-        if verb != "edit" and found.status not in where.table.changes[cast("Verb", verb)].statuses:
-            return f"{name} is {found.status}: {verb} does not apply."
-        if verb in ("retry", "edit") and where.table is INBOX and not found.has_payload:
+        if (
+            verb != "edit"
+            and message.status not in where.table.changes[cast("Verb", verb)].statuses
+        ):
+            return f"{name} is {message.status}: {verb} does not apply."
+        if verb in ("retry", "edit") and where.table is INBOX and not message.has_payload:
             return f"{name} has no payload: send it again from its producer."
-        return f"{name} is held by a transaction or a relay right now: try again."
+        return f"{name} is locked by a transaction or a relay right now: try again."
 
 
 def _rows(counted: Sequence[Matching]) -> int:
     return sum(matching.rows + matching.spared for matching in counted)
 
 
-def audit_of(how: How) -> Audit | None:
+def audit_of(how: ChangeOptions) -> Audit | None:
     """Who changes something and why; None in a dry run."""
     return None if how.get("dry_run") else Audit.of(how.get("actor"), how.get("reason"))
 
@@ -561,12 +572,12 @@ async def _batch(
         where: what the operator asked for, possibly for all consumers.
         matching: the status and consumer of this batch; of the outbox it takes all statuses.
         audit: None makes it a dry run.
-        spared: rows with this error type are counted and left alone.
-        after: the `place` of the batch before; None for the first.
+        spared: rows with this error type are counted and skipped.
+        after: the `cursor` of the batch before; None for the first.
         to: the new route, for a reroute.
         most: a smaller limit than that of a batch.
 
-    Guarantee: rows that a live delivery or a relay holds are left to it, without waiting; the change
+    Guarantee: rows locked or leased by a delivery or a relay are skipped without waiting; the change
         and its audit row are one commit.
     """
     table, limit = where.table, _BATCH if most is None else min(most, _BATCH)
@@ -582,20 +593,20 @@ async def _batch(
     }
     async with transaction(db, commit=audit is not None):
         rows = {"status": _statuses(verb, where)} if table is OUTBOX else None
-        found = await db.execute(store.dialect.statement(f"{table.name}_select", params, rows))
-        keys = [tuple(key) for *key, _, error in found.rows if spared is None or error != spared]
+        selected = await db.execute(store.dialect.statement(f"{table.name}_select", params, rows))
+        keys = [tuple(key) for *key, _, error in selected.rows if spared is None or error != spared]
         if audit is not None and keys:
             chosen = dict(zip(table.key, zip(*keys, strict=True), strict=True))
-            name, given = f"{table.name}_{verb}", {"to": to}
+            name, named = f"{table.name}_{verb}", {"to": to}
             if table is QUARANTINE:
-                name, given = "quarantine_end", {"status": "discarded"}
-            await db.execute(store.dialect.statement(name, given, chosen))
+                name, named = "quarantine_end", {"status": "discarded"}
+            await db.execute(store.dialect.statement(name, named, chosen))
             await db.execute(audit.row(store.dialect, table.audited.format(verb), where, len(keys)))
-    place = None
-    if len(found.rows) == limit:
-        *last, number, _ = found.rows[-1]
-        place = tuple(last) if table.place is None else number
-    return Batch(keys, len(found.rows) - len(keys), place)
+    cursor = None
+    if len(selected.rows) == limit:
+        *last, number, _ = selected.rows[-1]
+        cursor = tuple(last) if table.cursor is None else number
+    return Batch(keys, len(selected.rows) - len(keys), cursor)
 
 
 async def _accept(
@@ -623,10 +634,10 @@ async def _accept(
     hashed = bytes(hashed)
     named = {"consumer": consumer, "message_id": message_id, "hash": hashed}
     async with transaction(db, commit=audit is not None):
-        found = await db.execute(store.dialect.statement("quarantine_lock", named))
-        if not found.rows:
-            raise UnusableMessage("somebody else has decided on it meanwhile")
-        kept_bytes, message = tables.quarantined(store.columns, found.rows[0])
+        locked = await db.execute(store.dialect.statement("quarantine_lock", named))
+        if not locked.rows:
+            raise UnusableMessage("already accepted or discarded")
+        kept_bytes, message = tables.quarantined(store.columns, locked.rows[0])
         arrival = arrival_of(message)
         if not _whole(message, message_id, hashed, arrival):
             raise UnusableMessage(_PAYLOAD_CUT if kept_bytes else _PAYLOAD_GONE)
@@ -657,7 +668,7 @@ async def _edit(
         audit: None makes it a dry run.
 
     Returns:
-        The message before and after; None when there is none that can be edited now.
+        The message before and after; None when it is missing, locked, or neither dead nor failed.
 
     Raises:
         ConfigurationError: it cannot be read; or what `edited` raises.
@@ -666,10 +677,10 @@ async def _edit(
     """
     columns, named = store.columns, where.params()
     async with transaction(db, commit=audit is not None):
-        found = await db.execute(store.dialect.statement("edit_lock", named))
-        if not found.rows:
+        locked = await db.execute(store.dialect.statement("edit_lock", named))
+        if not locked.rows:
             return None
-        arrival = columns.arrival(str(where.consumer), found.rows[0]).arrival
+        arrival = columns.arrival(str(where.consumer), locked.rows[0]).arrival
         if arrival.unreadable is not None:
             raise ConfigurationError(f"This message cannot be edited. {arrival.unreadable}")
         after = edited(arrival)

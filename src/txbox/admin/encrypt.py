@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, Unpack
 
-from txbox.admin.changes import Changes, How, Key, again, audit_of, transaction
+from txbox.admin.changes import ChangeOptions, Changes, Key, again, audit_of, transaction
 from txbox.admin.reader import Audit
 from txbox.admin.tables import Filter, InboxFilter, OutboxFilter, QuarantineFilter
 from txbox.errors import ConfigurationError, UnreadableMessage, UnusableMessage
@@ -65,8 +65,8 @@ class EncryptedTable:
     Attributes:
         count: encoded anew; in a dry run those that would be.
         plain: how many of those had a plain text.
-        leased: left, because a worker or a relay had leased them all the time.
-        unreadable: left, because the codec cannot read them, or lacks their key.
+        leased: skipped, leased by a worker or a relay until `patience` ended.
+        unreadable: skipped, because the codec cannot read them, or lacks their key.
     """
 
     table: str
@@ -81,7 +81,7 @@ class Encrypted:
     """What an encryption did, or in a dry run would do.
 
     Attributes:
-        key_id: the key that all texts are under now, but for those that were left.
+        key_id: the key of all texts now, except in the skipped rows.
         reasons: why rows were unreadable, each once.
         cancelled: it ended before every row was looked at.
     """
@@ -94,15 +94,15 @@ class Encrypted:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing was left."""
+        """Whether no row was skipped."""
         return not self.cancelled and not any(of.leased or of.unreadable for of in self.tables)
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What became of the first rows of a list: `taken` is how many."""
+    """What became of the first rows of a list: `scanned` is how many."""
 
-    taken: int = 0
+    scanned: int = 0
     counts: Counter[str] = field(default_factory=Counter[str])
     leased: list[Key] = field(default_factory=list[Key])
     reasons: list[str] = field(default_factory=list[str])
@@ -111,11 +111,13 @@ class _Batch:
 class Encryption(Changes):
     """Encodes rows anew."""
 
-    def encrypt(self, *, patience: timedelta = _PATIENCE, **how: Unpack[How]) -> Encrypted:
+    def encrypt(
+        self, *, patience: timedelta = _PATIENCE, **how: Unpack[ChangeOptions]
+    ) -> Encrypted:
         """Encode all texts anew that are plain, or under another key than the first one of App(codec=…).
 
-        Workers may run meanwhile, if all of them have this codec: what others write plain, or under an older key,
-        behind the place that it has got to, is left to the next time. Plain texts are taken as they are.
+        Workers may run at the same time if all of them have this codec. Rows written plain or under an older key
+        behind this scan need another run. Plain texts are encoded as they are.
 
         Args:
             patience: how long to wait for rows that a worker or a relay has leased.
@@ -123,8 +125,8 @@ class Encryption(Changes):
         Raises:
             ConfigurationError: the App has no codec.
 
-        Guarantee: a row's texts and its key change in one commit, with the audit row of the batch, and only if nobody
-            else is at work on the row. After a crash, call it again: what is done is passed over.
+        Guarantee: a row's texts and its key change in one commit, with the audit row of the batch, and only while the
+            row is neither leased nor locked. After a crash, call it again: finished rows are skipped.
         """
         key_id = self.store.columns.key_id
         if key_id is None:
@@ -186,10 +188,10 @@ class Encryption(Changes):
         while True:
             if kind.name == "inbox" and after[1] == "":
                 # one consumer after the other: MySQL has no range of the index for both columns
-                found = self.rows("explain_consumers", {"after": after[0], "limit": 1})
-                if not found:
+                rows = self.rows("explain_consumers", {"after": after[0], "limit": 1})
+                if not rows:
                     return
-                after = (found[0][0], "")
+                after = (rows[0][0], "")
             page = self.rows(query, {**params, **dict(zip(kind.key, after, strict=True))})
             if page:
                 yield page
@@ -214,10 +216,10 @@ class Encryption(Changes):
     def _encode(self, kind: _Kind, keys: Sequence[Key], audit: Audit) -> _Batch:
         """Encode rows anew, batch by batch."""
         total = _Batch()
-        while total.taken < len(keys):
-            rest = keys[total.taken : total.taken + _ROWS]
+        while total.scanned < len(keys):
+            rest = keys[total.scanned : total.scanned + _ROWS]
             done = self.on_database(again, _batch, self.store, kind, rest, audit)
-            total.taken += done.taken
+            total.scanned += done.scanned
             total.counts += done.counts
             total.leased += done.leased
             total.reasons += done.reasons
@@ -228,8 +230,8 @@ class Encryption(Changes):
         if kind.leased is None or not keys:
             return []
         columns = dict(zip(kind.key, zip(*keys, strict=True), strict=True))
-        found = {tuple(row[: len(kind.key)]) for row in self.rows(kind.leased, rows=columns)}
-        return [key for key in keys if key in found]
+        existing = {tuple(row[: len(kind.key)]) for row in self.rows(kind.leased, rows=columns)}
+        return [key for key in keys if key in existing]
 
 
 async def _batch(
@@ -237,19 +239,18 @@ async def _batch(
 ) -> _Batch:
     """Encode the first rows anew in a transaction of its own.
 
-    Guarantee: rows that somebody has leased or locked are left alone, without waiting; texts, key and audit row are one
-        commit.
+    Guarantee: leased or locked rows are skipped without waiting; texts, key and audit row are one commit.
     """
     done, size_bytes, until = _Batch(), 0, time.monotonic() + _LONGEST_S
     async with transaction(db, commit=True):
         for key in keys:
-            done.taken += 1
+            done.scanned += 1
             named = dict(zip(kind.key, key, strict=True))
-            found = await db.execute(store.dialect.statement(f"encrypt_{kind.name}_row", named))
-            if not found.rows:
+            selected = await db.execute(store.dialect.statement(f"encrypt_{kind.name}_row", named))
+            if not selected.rows:
                 done.leased.append(key)
                 continue
-            key_id, payload, headers, error, result = found.rows[0]
+            key_id, payload, headers, error, result = selected.rows[0]
             texts = Texts(key_id, _bytes(payload), headers, error, _bytes(result))
             how = store.columns.behind(texts)
             if how is None:

@@ -1,6 +1,6 @@
-"""Where one message stands, why, and what helps, in sentences that the command line and the pages show alike.
+"""The status of one message, the reason, and the next step, in sentences for the command line and the pages.
 
-`find` of `found.py` reads everything; `explained` says what it means.
+`collect_facts` of `facts.py` reads; `explained` interprets.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
+from txbox.admin.facts import Holder, InInbox, InOutbox, MessageFacts, MessageRef
 from txbox.admin.findings import LATE_S, Cause, Crew, cause_of_inbox, cause_of_outbox
-from txbox.admin.found import Found, Holder, InInbox, InOutbox, Link
-from txbox.admin.reader import Application, says_anything
+from txbox.admin.reader import Application, has_app
 from txbox.admin.tables import InboxMessage, OutboxMessage, QuarantinedMessage
 from txbox.handlers import Handler
 from txbox.identity import EFFECT_PREFIX
@@ -21,18 +21,18 @@ from txbox.outcome import Status
 from txbox.processing.failure import BROKEN
 from txbox.store.dialect import FIRST, LAST
 from txbox.store.order import Waits
-from txbox.text import age, counted, moment
+from txbox.text import age, capitalized, counted, moment
 
-#: For information; done; goes on by itself; needs somebody; or could not be found out.
+#: Information; done; continues without help; needs an operator; or unknown.
 Severity = Literal["info", "ok", "waits", "stuck", "unchecked"]
 #: Every kind of sentence, with its severity.
 KINDS: dict[str, Severity] = {
     # done
     "processed": "ok", "discarded": "ok", "sent": "ok", "accepted": "ok", "pruned": "ok",
-    # goes on by itself
+    # continues without help
     "held": "waits", "leased": "waits", "scheduled": "waits", "due": "waits", "delayed": "waits",
     "held key": "waits", "missing version": "waits", "no payload": "waits", "in doubt": "waits",
-    # needs somebody
+    # needs an operator
     "paused": "stuck",
     "lease expired": "stuck", "overdue": "stuck", "blocked key": "stuck", "no handler": "stuck", "unrouted": "stuck",
     "dead": "stuck", "broken": "stuck", "away": "stuck", "quarantined": "stuck", "unknown": "stuck",
@@ -51,8 +51,8 @@ class Sentence:
     Attributes:
         kind: one word or two for programs; docs/reference/cli.md lists them.
         command: what helps, without --app or --database.
-        code: of the finding that `status`, `doctor` and the overview show about it; each that is stuck has one, if it
-            was found.
+        code: of the finding that `status`, `doctor` and the overview show about it; every stuck sentence of a message
+            that exists has one.
     """
 
     kind: str
@@ -63,8 +63,8 @@ class Sentence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """One table in which the message is, and the facts about it, the cause first.
+class Location:
+    """A table that has the message, and the sentences about it, the cause first.
 
     Attributes:
         table: "inbox", "outbox" or "quarantine"; "" when it is nowhere.
@@ -78,47 +78,47 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What was found about a message, and what that means."""
+    """The facts about a message, and their meaning."""
 
     message_id: str
     at: datetime
-    places: tuple[Place, ...]
-    found: Found
+    places: tuple[Location, ...]
+    found: MessageFacts
 
     @property
     def known(self) -> bool:
-        """Whether it was found anywhere."""
-        return any(place.table for place in self.places)
+        """Whether any table has it."""
+        return any(location.table for location in self.places)
 
     @property
     def severity(self) -> Severity:
         """The worst of its sentences."""
         order: tuple[Severity, ...] = ("stuck", "waits", "unchecked", "ok", "info")
-        given = {said.severity for place in self.places for said in place.sentences}
-        return next(grave for grave in order if grave in given)
+        present = {said.severity for location in self.places for said in location.sentences}
+        return next(grave for grave in order if grave in present)
 
 
-# -- saying -----------------------------------------------------------------------------------
+# -- sentences --------------------------------------------------------------------------------
 
 
-def explained(found: Found, app: Application) -> Explanation:
-    """Say what it means that this was found."""
-    saying = _Saying(found, app)
-    places = [_place("inbox", row.message, saying.inbox(row)) for row in found.inbox]
-    if found.outbox is not None:
-        places.append(_place("outbox", found.outbox.message, saying.outbox(found.outbox)))
-    places += [_place("quarantine", row, saying.quarantine(row)) for row in found.quarantine]
+def explained(facts: MessageFacts, app: Application) -> Explanation:
+    """Interpret the facts."""
+    explainer = _Explainer(facts, app)
+    places = [_location("inbox", row.message, explainer.inbox(row)) for row in facts.inbox]
+    if facts.outbox is not None:
+        places.append(_location("outbox", facts.outbox.message, explainer.outbox(facts.outbox)))
+    places += [_location("quarantine", row, explainer.quarantine(row)) for row in facts.quarantine]
     if not places:
-        sentences = tuple(saying.nowhere())
-        places = [Place(table="", consumer=found.consumer, status=None, sentences=sentences)]
-    return Explanation(message_id=found.message_id, at=found.at, places=tuple(places), found=found)
+        sentences = tuple(explainer.nowhere())
+        places = [Location(table="", consumer=facts.consumer, status=None, sentences=sentences)]
+    return Explanation(message_id=facts.message_id, at=facts.at, places=tuple(places), found=facts)
 
 
-def _place(
+def _location(
     table: str, message: InboxMessage | OutboxMessage | QuarantinedMessage, said: Iterator[Sentence]
-) -> Place:
+) -> Location:
     consumer = None if isinstance(message, OutboxMessage) else message.consumer
-    return Place(table=table, consumer=consumer, status=message.status, sentences=tuple(said))
+    return Location(table=table, consumer=consumer, status=message.status, sentences=tuple(said))
 
 
 def _say(
@@ -132,9 +132,9 @@ def _say(
 
 
 def _command(verb: str, *words: str, **options: str) -> str:
-    given = [f"--{name}={value}" for name, value in options.items()]
+    flags = [f"--{name}={value}" for name, value in options.items()]
     dashes = ["--"] if any(word.startswith("-") for word in words) else []
-    return shlex.join(["txbox", *verb.split(), *given, *dashes, *words])
+    return shlex.join(["txbox", *verb.split(), *flags, *dashes, *words])
 
 
 def _first_line(text: str | None) -> str:
@@ -154,13 +154,13 @@ def _transaction(holder: Holder) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _linked(link: Link) -> str:
+def _linked(link: MessageRef) -> str:
     where = "outbox" if link.consumer is None else link.consumer
     return f"{link.message_id} ({where}, {link.topic}, {link.status})"
 
 
-def _cause(named: str, found: Sequence[Link]) -> Sentence:
-    causes = " and ".join(map(_linked, found))
+def _cause(named: str, links: Sequence[MessageRef]) -> Sentence:
+    causes = " and ".join(map(_linked, links))
     return _say("cause", f"Caused by {causes or f'{named}, which has no row here'}.")
 
 
@@ -175,30 +175,30 @@ def _last_error(
 
 
 @dataclass(slots=True)
-class _Saying:
-    """The sentences about each place, the cause first."""
+class _Explainer:
+    """Writes the sentences about each location, the cause first."""
 
-    found: Found
+    facts: MessageFacts
     app: Application
 
     @property
     def crew(self) -> Crew:
-        return self.found.crew
+        return self.facts.crew
 
     def when(self, at: datetime | None) -> str:
         if at is None:
             return "an unknown time"
         if at in (FIRST, LAST):
             return f"a time {moment(at)}"
-        seconds = (at - self.found.at).total_seconds()
+        seconds = (at - self.facts.at).total_seconds()
         distance = f"in {age(seconds)}" if seconds > 0 else f"{age(-seconds)} ago"
         return f"{moment(at)} ({distance})"
 
     def past(self, at: datetime | None) -> bool:
-        return at is not None and at <= self.found.at
+        return at is not None and at <= self.facts.at
 
     def late(self, due: datetime | None) -> bool:
-        return due is not None and (self.found.at - due).total_seconds() > LATE_S
+        return due is not None and (self.facts.at - due).total_seconds() > LATE_S
 
     @property
     def has_handlers(self) -> bool:
@@ -207,7 +207,7 @@ class _Saying:
     @property
     def has_app(self) -> bool:
         """There is an App, and not only its database: its policies and routes are known, too."""
-        return says_anything(self.app)
+        return has_app(self.app)
 
     # -- the inbox ----------------------------------------------------------------------------
 
@@ -286,13 +286,13 @@ class _Saying:
             after += f", and with {most} (Lease.max_starts) it is dead"
             if message.starts >= most:
                 after = f"dead: {starts} (Lease.max_starts is {most})"
-        held = " A rescue leaves it alone while a transaction holds it." if row.held else ""
+        locked = " A rescue skips it while a transaction locks it." if row.held else ""
         yield _say(
             "lease expired",
             f"Its worker is gone or hangs: the lease ran out at {self.when(until)}, without being renewed. Any "
             f"`txbox run` or `txbox maintain` of this database rescues it, {every}; of these, "
             f"{len(self.crew.rescuing()) or 'none'} {'is' if len(self.crew.rescuing()) < 2 else 'are'} running. "
-            f"It then is {after}.{held}",
+            f"It then is {after}.{locked}",
             _command("rescue", consumer=message.consumer),
             code="lease-expired",
             late=self.late(until),
@@ -340,8 +340,7 @@ class _Saying:
                 _command("retry", *key) if message.status == Status.FAILED else None,
             )
         elif message.waits_for is None and not row.held:
-            since = f"{failures}it has been due since {self.when(due)}"
-            since = since[0].upper() + since[1:]
+            since = capitalized(f"{failures}it has been due since {self.when(due)}")
             if due is None:
                 said = "No time is set at which it is due, so no worker takes it: something else has written its row."
                 yield _say("overdue", said, _command("retry", *key), code="never-due")
@@ -405,7 +404,7 @@ class _Saying:
     def _dead(self, row: InInbox, handler: Handler | None) -> Iterator[Sentence]:
         message, key = row.message, (row.message.consumer, row.message.message_id)
         retry, discard = _command("retry", *key), _command("discard", *key)
-        since = f"It has been dead since {self.when(message.updated_at)}"
+        since = f"Dead since {self.when(message.updated_at)}"
         if message.error_type == BROKEN.error_type:
             yield _say(
                 "broken",
@@ -420,7 +419,7 @@ class _Saying:
                 count = f"{counted(message.starts, 'run')} of it never ended"
             yield _say(
                 "dead",
-                f"{since}, {count}: it does not run again by itself.",
+                f"{since}, {count}. It will not run again unless you retry it.",
                 retry if message.has_payload else discard,
                 code="dead-messages",
             )
@@ -663,7 +662,7 @@ class _Saying:
         times = f", and came {row.seen} times" if row.seen > 1 else ""
         text = f"A copy with payload {mark} was set aside at {when}{times}: {row.reason}"
         options = {"hash": mark}
-        if any(first.message.consumer == row.consumer for first in self.found.inbox):
+        if any(first.message.consumer == row.consumer for first in self.facts.inbox):
             text += " The message that came first under this id is untouched: the copy needs an id of its own."
             options["id"] = "NEW-ID"
         accept = _command("quarantine accept", *words, **options)
@@ -678,32 +677,32 @@ class _Saying:
         )
 
     def nowhere(self) -> Iterator[Sentence]:
-        found, app = self.found, self.app
-        where = f"the inbox or the quarantine of {found.consumer}"
-        if found.consumer is None:
-            where = f"the inbox of {counted(len(found.searched), 'consumer')}, the outbox or the quarantine"
+        facts, app = self.facts, self.app
+        where = f"the inbox or the quarantine of {facts.consumer}"
+        if facts.consumer is None:
+            where = f"the inbox of {counted(len(facts.searched), 'consumer')}, the outbox or the quarantine"
         yield _say(
             "unknown",
             f"No row of this id is in {where}. Ids are compared byte by byte, and those of CloudEvents begin with "
             "their source.",
             "txbox list",
         )
-        if found.held_for:
+        if facts.held_for:
             yield _say(
                 "held",
-                f"An open transaction holds this id in the inbox of {', '.join(found.held_for)}: it is being "
+                f"An open transaction holds this id in the inbox of {', '.join(facts.held_for)}: it is being "
                 "processed for the first time, and is seen once that commits.",
             )
-        elif found.writers:
+        elif facts.writers:
             yield _say(
                 "held",
                 "It may be processed for the first time right now: a row is seen once its transaction commits, and "
-                f"these have written to the inbox: {'; '.join(map(_transaction, found.writers))}.",
+                f"these have written to the inbox: {'; '.join(map(_transaction, facts.writers))}.",
             )
-        if found.last_attempt_at is not None:
+        if facts.last_attempt_at is not None:
             yield _say(
                 "pruned",
-                f"It was here: an attempt of {self.when(found.last_attempt_at)} is recorded. Its row was pruned.",
+                f"It was here: an attempt of {self.when(facts.last_attempt_at)} is recorded. Its row was pruned.",
             )
         kept = "Retention.processed, 30 days by default"
         if self.has_app:

@@ -1,4 +1,4 @@
-"""What is late, dead, paused, set aside or served by nobody: decided here once, and shown by `status`, `explain`,
+"""What is late, dead, paused, quarantined or unserved: decided here once, and shown by `status`, `explain`,
 `doctor` and the overview alike.
 
 Source: docs/decisions/0049-findings.md
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from txbox.admin import activity
 from txbox.admin.activity import WorkerStatus
-from txbox.admin.reader import Application, Rows, routes_for, says_anything, waits_of
+from txbox.admin.reader import Application, Rows, has_app, routes_for, waits_of
 from txbox.admin.tables import COUNTED_MAX
 from txbox.errors import StoreError, StoreUnavailable
 from txbox.session import Session, Statement
@@ -24,7 +24,7 @@ from txbox.store.activity import Pause, Trouble, pauses, workers
 from txbox.store.dialect import Dialect
 from txbox.text import UNMATCHED, age, counted
 
-#: What has been due for longer than this should have been taken: nothing is called late before.
+#: Due for longer than this is late.
 LATE_S = 60.0
 # counted by an index alone; and rows of which columns are read, each of which may be a page of its own
 _COUNTED, _LOOKED, _LOOKED_OUTGOING = COUNTED_MAX + 1, 100, 1_000
@@ -119,8 +119,8 @@ class Finding:
     Args:
         code: a key of `CODES`.
         problem: one sentence, with the figures that prove it.
-        remedy: the command, the statement or the setting that mends it.
-        page: of the dashboard, where to look; "" for none.
+        remedy: the command to run, or the statement or setting to change.
+        page: of the dashboard, with the rows; "" for none.
         query: what that page is to show.
         subject: what it is about: a consumer, a source, a route, topics.
         age_s: how long ago that began, or the newest message of it came.
@@ -151,7 +151,7 @@ class Unchecked:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """What was found, and what could not be examined."""
+    """The findings, and what could not be examined."""
 
     findings: list[Finding] = field(default_factory=list[Finding])
     unchecked: list[Unchecked] = field(default_factory=list[Unchecked])
@@ -181,7 +181,7 @@ def _age(finding: Finding) -> float:
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Sort findings by severity; within one in the order of `CODES`."""
-    order = {code: place for place, code in enumerate(CODES)}
+    order = {code: rank for rank, code in enumerate(CODES)}
     return sorted(findings, key=lambda one: (SEVERITIES.index(one.severity), order[one.code]))
 
 
@@ -252,7 +252,7 @@ class Cause(NamedTuple):
 
 
 def cause_of_inbox(crew: Crew, app: Application, consumer: str, topic: str, kind: str | None) -> Cause:  # fmt: skip
-    """Why a due message of a consumer has not been taken."""
+    """Why no worker runs a due message of a consumer."""
     at_work, handlers = crew.running(consumer), app.handlers.consumers().get(consumer)
     if handlers is not None and not app.handlers.matching(topic, kind, consumer):
         typed = "" if kind is None else f" with type {kind!r}"
@@ -283,8 +283,8 @@ def cause_of_inbox(crew: Crew, app: Application, consumer: str, topic: str, kind
 def cause_of_outbox(
     crew: Crew, app: Application, route: str, topic: str, kind: str | None, cause: str | None
 ) -> Cause:
-    """Why a due outgoing message has not left."""
-    ours, known = routes_for(app, route, topic, kind, cause), says_anything(app)
+    """Why a due outgoing message is not sent."""
+    ours, known = routes_for(app, route, topic, kind, cause), has_app(app)
     names = (
         {route, *ours} if route or ours else {name for each in crew.alive for name in each.routes}
     )
@@ -324,7 +324,7 @@ def _processes(at_work: Sequence[WorkerStatus]) -> str:
 
 
 @dataclass(slots=True)
-class Case:
+class Examination:
     """One database that is looked at.
 
     Args:
@@ -344,12 +344,12 @@ class Case:
         return self.dialect.statement(query, params)
 
 
-CaseT = TypeVar("CaseT", bound=Case)
+CaseT = TypeVar("CaseT", bound=Examination)
 
 
 async def read(db: Session, app: Application, dialect: Dialect) -> Diagnosis:
     """Everything about rows and processes that is wrong, the worst first; the cost does not grow with the tables."""
-    case, diagnosis = Case(db, app, dialect), Diagnosis()
+    case, diagnosis = Examination(db, app, dialect), Diagnosis()
     for what, part in PARTS.items():
         await check(case, diagnosis, what, part)
     diagnosis.findings = worst_first(diagnosis.findings)
@@ -359,7 +359,7 @@ async def read(db: Session, app: Application, dialect: Dialect) -> Diagnosis:
 async def check(
     case: CaseT, diagnosis: Diagnosis, what: str, part: Callable[[CaseT], AsyncIterator[Finding]]
 ) -> None:
-    """Add what one part finds, or why it could not look."""
+    """Add the findings of one part, or why it could not be examined."""
     try:
         async for finding in part(case):
             diagnosis.findings.append(finding)
@@ -371,7 +371,7 @@ async def check(
         diagnosis.not_checked(what, str(error))
 
 
-async def brokers(case: Case) -> AsyncIterator[Finding]:
+async def brokers(case: Examination) -> AsyncIterator[Finding]:
     """Brokers from which running processes cannot receive, or to which they cannot send."""
     now = await crew(case.db, case.dialect)
     for trouble in now.troubles():
@@ -387,7 +387,7 @@ async def brokers(case: Case) -> AsyncIterator[Finding]:
         )
 
 
-async def inbox(case: Case) -> AsyncIterator[Finding]:
+async def inbox(case: Examination) -> AsyncIterator[Finding]:
     """Messages that wait for a decision, for a worker, or for a handler that is not there."""
     now, app = await crew(case.db, case.dialect), case.app
     waiting: dict[str, int] = defaultdict(int)
@@ -449,7 +449,7 @@ def _paused(crew: Crew, pause: Pause, waiting: int) -> Finding:
     )  # fmt: skip
 
 
-async def _late(case: Case, crew: Crew, consumer: str) -> list[Finding]:
+async def _late(case: Examination, crew: Crew, consumer: str) -> list[Finding]:
     """The findings about a consumer's messages that have been due for too long, one for each cause."""
     rows = await case.rows("doctor_late", consumer=consumer, limit=_LOOKED, late_s=LATE_S)
     cut = len(rows) >= _LOOKED
@@ -481,8 +481,8 @@ async def _late(case: Case, crew: Crew, consumer: str) -> list[Finding]:
     return findings
 
 
-async def outbox(case: Case) -> AsyncIterator[Finding]:
-    """Outgoing messages that no relay takes, and those that were given up."""
+async def outbox(case: Examination) -> AsyncIterator[Finding]:
+    """Outgoing messages without a relay, and dead ones."""
     now = await crew(case.db, case.dialect)
     for (route,) in await case.rows("doctor_routes", limit=_NAMES):
         rows = await case.rows(
@@ -518,7 +518,7 @@ async def outbox(case: Case) -> AsyncIterator[Finding]:
             )  # fmt: skip
 
 
-async def quarantine(case: Case) -> AsyncIterator[Finding]:
+async def quarantine(case: Examination) -> AsyncIterator[Finding]:
     """What was set aside."""
     for (consumer,) in await case.rows("consumers"):
         ((count, age_s, newest_s),) = await case.rows(
@@ -535,7 +535,7 @@ async def quarantine(case: Case) -> AsyncIterator[Finding]:
 
 
 #: Each part by what it looks at.
-PARTS: dict[str, Callable[[Case], AsyncIterator[Finding]]] = {
+PARTS: dict[str, Callable[[Examination], AsyncIterator[Finding]]] = {
     "brokers, as running processes see them": brokers,
     "messages that wait": inbox,
     "outgoing messages that wait": outbox,
@@ -554,7 +554,7 @@ def _is(count: int) -> str:
 
 
 def _seconds(age_s: Any) -> float:
-    # a row that arrives between two clocks has no negative age
+    # clocks differ: never negative
     return max(0.0, float(age_s or 0.0))
 
 

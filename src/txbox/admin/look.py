@@ -1,4 +1,4 @@
-"""The verbs that look: counts, rates, pages of rows, single messages, failures, and what the doctor finds."""
+"""The verbs that read: counts, rates, pages of rows, single messages, failures, and the doctor's findings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from txbox.admin.doctor import Diagnosis, worst_first
 from txbox.admin.doctor.app import examine_app
 from txbox.admin.doctor.database import examine
 from txbox.admin.explain import Explanation, explained
+from txbox.admin.facts import collect_facts
 from txbox.admin.findings import Crew
-from txbox.admin.found import find
-from txbox.admin.reader import Audit, Reader, Rows, says_anything
+from txbox.admin.reader import Audit, Operator, Rows, has_app
 from txbox.admin.tables import (
     COUNTED_MAX,
     INBOX,
@@ -52,7 +52,7 @@ _GROUPED_MIN, _GROUPED_MAX, _GROUPED = 100, 2_000, 3_000
 _SHOWN_GROUPS = 20
 # how long one statement of a page may take
 _PAGE_MS = "5000"
-# greater than every place in a table
+# greater than every cursor of a table
 _LAST = 2**63 - 1
 # rows that a page looks through at first, and how many times as many it takes next
 _STRETCH, _LONGER = 1_000, 8
@@ -67,7 +67,7 @@ _INDEXED = {
 }
 #: No id has a character behind this one.
 _LAST_CHARACTER = "\U0010ffff"
-# rows that are looked at for the time of a place
+# rows read to estimate the time at a cursor
 _PROBED = 100
 # transactions are committed so much later than others that began with them: rows of a time are looked for around it
 _LONG_S = 60.0
@@ -80,13 +80,13 @@ _UNSENT = ("due", "leased", "failed")
 
 
 class Page(NamedTuple, Generic[RowT]):
-    """Rows, the newest first, and the place to continue from; None at the end."""
+    """Rows, the newest first, and the cursor of the next page; None at the end."""
 
     rows: list[RowT]
     behind: int | str | None
 
 
-class Look(Reader):
+class Queries(Operator):
     """The verbs that change nothing; only `reveal` writes: its audit row."""
 
     # -- counts -------------------------------------------------------------------------------
@@ -94,11 +94,11 @@ class Look(Reader):
     def status(self) -> Sequence[ConsumerStatus]:
         """Count every consumer's rows; the cost grows with the table."""
         queries = ("status", "oldest_unfinished", "quarantine_status")
-        found, ages, aside = (
+        rows, ages, aside = (
             result.rows for result in self.in_transaction(*map(self.dialect.statement, queries))
         )
         counts: dict[str, dict[str, int]] = {}
-        for consumer, status, count in found:
+        for consumer, status, count in rows:
             counts.setdefault(consumer, {})[status] = int(count)
         oldest = {consumer: age_of(age) for consumer, age in ages}
         quarantined = {consumer: int(count) for consumer, count in aside}
@@ -196,10 +196,10 @@ class Look(Reader):
 
         They are looked for among the newest 1,000 changes.
         """
-        found = self._page_rows("pause_changes", {"limit": _AUDITED})
+        rows = self._page_rows("pause_changes", {"limit": _AUDITED})
         return [
             _audited((0, at, actor, None, action, where, 1, reason))
-            for at, actor, action, where, reason in found
+            for at, actor, action, where, reason in rows
         ]
 
     def pauses(self) -> Sequence[Pause]:
@@ -254,13 +254,13 @@ class Look(Reader):
         """
         diagnosis = Diagnosis()
         self.on_database(examine, self.app, diagnosis)
-        if says_anything(self.app):
+        if has_app(self.app):
             examine_app(self.app, diagnosis, grace)
         diagnosis.findings = worst_first(diagnosis.findings)
         return diagnosis
 
     def check(self) -> Diagnosis:
-        """Find what is late, dead, paused or served by nobody, the worst first; the cost does not grow with the tables.
+        """Find what is late, dead, paused or unserved, the worst first; the cost does not grow with the tables.
 
         `doctor` finds these too, beside what is wrong with settings, server and tables.
         """
@@ -274,7 +274,7 @@ class Look(Reader):
         """Read a page, the newest first; for handlers with an order, also what each message waits for.
 
         Args:
-            before: `tables.place_of` the last row of the page before.
+            before: `tables.cursor_of` the last row of the page before.
         """
         return self.page(where, limit=limit, before=before).rows
 
@@ -286,56 +286,56 @@ class Look(Reader):
         before: int | str | None = None,
         within_s: float | None = None,
     ) -> Page[RowT]:
-        """Read a page of rows, the newest first, and the place to continue from.
+        """Read a page of rows, the newest first, and the cursor of the next page.
 
         Args:
-            before: the place that the page before ended with; None for the first page.
+            before: the cursor of the page before; None for the first page.
             within_s: stop after about so long: where no index helps, a page may then have fewer rows than
                 `limit`, or none, and more behind it. None looks through the whole table.
 
         Raises:
-            ConfigurationError: `before` is no place in this table, or `limit` is less than one.
+            ConfigurationError: `before` is no cursor of this table, or `limit` is less than one.
         """
         table, reached = where.table, None
         if limit < 1:
             raise ConfigurationError(f"A page has at least one row: limit={limit} has none.")
         params = {**where.params(), "limit": limit}
-        if table.place is None:
+        if table.cursor is None:
             mark = None if before is None else tables.mark_of(str(before))
-            found = self._page_rows(f"{table.name}_list", {**params, **tables.mark_params(mark)})
+            rows = self._page_rows(f"{table.name}_list", {**params, **tables.mark_params(mark)})
         else:
             params |= {"floor": 0, "before": _LAST if before is None else tables.number_of(before)}
             indexed, statuses = _INDEXED[table.name]
             if where.message_id is None and where.id_prefix is None:
                 params |= self._between(table, where, params["before"])
             if where.message_id is not None:
-                found = self._of_each(f"{table.name}_list_id", params, table)
+                rows = self._of_each(f"{table.name}_list_id", params, table)
             elif where.id_prefix is not None:
                 # in order of their ids, and no further: with more characters there are fewer
                 params["id_end"] = f"{params['id_prefix']}{_LAST_CHARACTER}"
-                found = self._of_each(f"{table.name}_list_prefix", params, table)
+                rows = self._of_each(f"{table.name}_list_prefix", params, table)
                 named = table.key.index("message_id")
                 return self._page(
-                    table, sorted(found, key=lambda row: str(row[named]))[:limit], None
+                    table, sorted(rows, key=lambda row: str(row[named]))[:limit], None
                 )
             elif where.status in statuses:
-                found = self._of_each(indexed, params, table)
+                rows = self._of_each(indexed, params, table)
             else:
-                found, reached = self._through(table, params, within_s)
-        page = self._page(table, found[:limit], reached)
+                rows, reached = self._through(table, params, within_s)
+        page = self._page(table, rows[:limit], reached)
         return (
-            page._replace(behind=tables.place_of(page.rows[-1]))
+            page._replace(behind=tables.cursor_of(page.rows[-1]))
             if len(page.rows) == limit
             else page
         )
 
-    def _page(self, table: Table, found: Rows, behind: int | None) -> Page[Any]:
+    def _page(self, table: Table, records: Rows, behind: int | None) -> Page[Any]:
         columns = self.columns
-        rows = [tables.row_of(columns, table, row) for row in found]
+        rows = [tables.row_of(columns, table, row) for row in records]
         return Page(self.with_waits(rows) if table is INBOX else rows, behind)
 
     def _between(self, table: Table, where: Filter[Any, Any], before: int) -> dict[str, int]:
-        """The places between which a page has to look for rows of a time."""
+        """The cursors between which a page has to search for rows of a time."""
         places: dict[str, int] = {}
         if where.since is None and where.until is None:
             return places
@@ -349,7 +349,7 @@ class Look(Reader):
         return places
 
     def _place_at(self, table: Table, at_s: float, newest: int, *, behind: bool) -> int:
-        """A place behind all rows of before that time, or one before all others; a gap may make it a further one."""
+        """A cursor after all rows older than that time, or before all rows; gaps may move it further."""
         low, high = 0, newest + 1
         while high - low > _STRETCH:
             middle = (low + high) // 2
@@ -366,13 +366,13 @@ class Look(Reader):
         """Read a page of rows that an index has in their order, consumer by consumer."""
         if "consumer" not in table.key or params["consumer"] is not None:
             return self._page_rows(name, params)
-        found = [
+        rows = [
             row
             for consumer in self.consumers()
             for row in self._page_rows(name, {**params, "consumer": consumer})
         ]
-        # behind the place stands only the key of the codec
-        return sorted(found, key=lambda row: int(row[-2]), reverse=True)
+        # after the cursor comes only the key of the codec
+        return sorted(rows, key=lambda row: int(row[-2]), reverse=True)
 
     def _through(
         self, table: Table, params: dict[str, Any], within_s: float | None
@@ -381,28 +381,28 @@ class Look(Reader):
         ((newest,),) = self._page_rows(f"{table.name}_newest")
         upper, stretch = min(int(params["before"]), int(newest) + 1), _STRETCH
         lowest = int(params["floor"])
-        found: list[Sequence[Any]] = []
+        rows: list[Sequence[Any]] = []
         began = time.monotonic()
         while upper > lowest + 1:
             floor, looked = max(lowest, upper - 1 - stretch), time.monotonic()
-            bounds = {"before": upper, "floor": floor, "limit": params["limit"] - len(found)}
+            bounds = {"before": upper, "floor": floor, "limit": params["limit"] - len(rows)}
             try:
-                found += self._page_rows(f"{table.name}_list", {**params, **bounds})
+                rows += self._page_rows(f"{table.name}_list", {**params, **bounds})
             except StoreError as error:
                 # rows of this stretch are larger, or colder, than those before
                 if error.fault is not Fault.TIMEOUT or stretch <= _STRETCH:
                     raise
                 stretch //= _LONGER
                 continue
-            if len(found) >= params["limit"]:
-                return found, None
+            if len(rows) >= params["limit"]:
+                return rows, None
             now = time.monotonic()
             # the next one takes that many times as long
             longer = _LONGER if (now - looked) * _LONGER < _STRETCH_S else 1
             upper, stretch = floor + 1, stretch * longer
             if within_s is not None and now - began + (now - looked) * longer > within_s:
-                return found, upper if upper > lowest + 1 else None
-        return found, None
+                return rows, upper if upper > lowest + 1 else None
+        return rows, None
 
     def _page_rows(self, name: str, params: Mapping[str, Any] | None = None) -> Rows:
         """As `rows`, for a page: no statement of it may take long, where the database can say so."""
@@ -458,15 +458,15 @@ class Look(Reader):
         consumers = self.consumers() if consumer is None else [consumer]
         kinds = [(name, status) for name in consumers for status in ("dead", "failed")]
         most = min(max(_GROUPED // (len(kinds) or 1), _GROUPED_MIN), _GROUPED_MAX)
-        found = {kind: self._failed(kind, most) for kind in kinds}
-        read = {kind: sum(int(row[2]) for row in rows) for kind, rows in found.items()}
+        rows_of = {kind: self._failed(kind, most) for kind in kinds}
+        read = {kind: sum(int(row[2]) for row in rows) for kind, rows in rows_of.items()}
         full = [kind for kind in kinds if read[kind] == most]
         if full:
             # those that have more share what the others do not need
             spare = max(0, _GROUPED - sum(read.values())) // len(full)
             most = min(most + spare, _GROUPED_MAX)
-            found |= {kind: self._failed(kind, most) for kind in full}
-        for kind, rows in found.items():
+            rows_of |= {kind: self._failed(kind, most) for kind in full}
+        for kind, rows in rows_of.items():
             more = kind in full and sum(int(row[2]) for row in rows) == most
             for row in rows:
                 fresh = _failures(*kind, row, more=more)
@@ -505,8 +505,8 @@ class Look(Reader):
         Args:
             before: the `number` of the last row of the page before.
         """
-        found = self._page_rows("audit_list", {"limit": limit, "before": before})
-        return [_audited(row) for row in found]
+        rows = self._page_rows("audit_list", {"limit": limit, "before": before})
+        return [_audited(row) for row in rows]
 
     # -- one message --------------------------------------------------------------------------
 
@@ -523,10 +523,10 @@ class Look(Reader):
         """
         if not where.named or (where.table is INBOX and not where.criteria().get("consumer")):
             raise ConfigurationError("Which message? Give its consumer and id.")
-        found = self.messages(where, reveal=reveal)
+        messages = self.messages(where, reveal=reveal)
         if where.table is INBOX:
-            return self.with_waits(found)
-        return [self._with_head(message) for message in found]
+            return self.with_waits(messages)
+        return [self._with_head(message) for message in messages]
 
     def _with_head(self, message: Any) -> Any:
         """An outgoing message with the state of the one that must leave before it."""
@@ -537,22 +537,18 @@ class Look(Reader):
         return message
 
     def reveal(
-        self,
-        where: Filter[Any, MessageT],
-        *,
-        actor: str | None = None,
-        reason: str | None = None,
+        self, where: Filter[Any, MessageT], *, actor: str | None = None, reason: str | None = None
     ) -> Sequence[MessageT]:
         """As `show`, with payload and header values; `txbox_audit` says who looked, and why, before they see it.
 
         Raises:
             ConfigurationError: the filter names no message.
         """
-        found = self.show(where)
-        if not found:
-            return found
+        messages = self.show(where)
+        if not messages:
+            return messages
         action = where.table.audited.format("reveal")
-        self.announce(Audit.of(actor, reason), action, where, len(found))
+        self.announce(Audit.of(actor, reason), action, where, len(messages))
         return self.show(where, reveal=True)
 
     def explain(self, message_id: str, *, consumer: str | None = None) -> Explanation:
@@ -563,7 +559,7 @@ class Look(Reader):
 
         Nothing is changed, and no lock is waited for. What depends on handlers and routes needs an App.
         """
-        return explained(find(self, stored_id(message_id), consumer), self.app)
+        return explained(collect_facts(self, stored_id(message_id), consumer), self.app)
 
 
 # -- what the queries answer ------------------------------------------------------------------
@@ -591,7 +587,7 @@ def _failures(consumer: str, status: str, row: Sequence[Any], *, more: bool) -> 
     fingerprint, error_type, count, first, last, message_id, hour = row
     # clocks differ, and half of nothing is rounded away from it
     ago = max(0, int(hour))
-    # one that somebody has altered is as old as can be
+    # an altered time counts as the oldest
     first_at, last_at = as_time(first) or FIRST, as_time(last) or FIRST
     return FailureGroup(
         fingerprint=fingerprint,

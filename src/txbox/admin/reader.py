@@ -44,7 +44,7 @@ _SHOWN_MAX = 20
 
 
 class Consumes(Protocol):
-    """A source and the topics it is asked for; None for those of the handlers."""
+    """A source and the topics to consume from it; None for those of the handlers."""
 
     @property
     def source(self) -> Source: ...
@@ -97,7 +97,7 @@ class _DatabaseOnly:
         self.protocol = InboxProtocol(self.store, self.events, self.limits, self.lease)
 
 
-def says_anything(app: Application) -> bool:
+def has_app(app: Application) -> bool:
     """Whether an App has handlers, sources or routes; without any, only its database is known."""
     return bool(len(app.handlers) or app.consumptions or app.routes.all())
 
@@ -205,7 +205,7 @@ async def run_verb(verb: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
         raise
 
 
-class Reader:
+class Operator:
     """Runs operations on the connections of an App or a database, and reads messages; `Admin` says how to use it."""
 
     def __init__(self, target: Any, *, schema: str | None = None) -> None:
@@ -234,8 +234,8 @@ class Reader:
 
     def handler_of(self, message: Message[Any], consumer: str) -> Handler | None:
         """The handler of this consumer that takes such messages."""
-        found = self.app.handlers.matching(message.topic, message.type, consumer)
-        return found[0] if found else None
+        matches = self.app.handlers.matching(message.topic, message.type, consumer)
+        return matches[0] if matches else None
 
     @property
     def store(self) -> InboxStore:
@@ -347,10 +347,10 @@ class Reader:
         """
         table, params = where.table, {**where.params(), "limit": _SHOWN_MAX}
         of_one = table is QUARANTINE and params["consumer"] is not None and where.message_id
-        found = self.rows(f"{table.name}_show{'_id' if of_one else ''}", params)
-        attempts = self.rows("inbox_attempts", params) if found and table is INBOX else ()
+        rows = self.rows(f"{table.name}_show{'_id' if of_one else ''}", params)
+        attempts = self.rows("inbox_attempts", params) if rows and table is INBOX else ()
         columns = self.columns
-        return [tables.message_of(columns, table, row, attempts, reveal=reveal) for row in found]
+        return [tables.message_of(columns, table, row, attempts, reveal=reveal) for row in rows]
 
     def with_waits(self, messages: Sequence[Any]) -> list[Any]:
         """Add to messages of the inbox what they wait for, where a handler has an order."""
@@ -363,8 +363,8 @@ class Reader:
                 and row.status in (Status.PENDING, Status.FAILED)
                 and row.key is not None
             ]
-            found = self.on_database(waits_of, self.dialect, consumer, ids, handlers)
-            waiting |= {(consumer, message_id): what for message_id, what in found.items()}
+            waits = self.on_database(waits_of, self.dialect, consumer, ids, handlers)
+            waiting |= {(consumer, message_id): what for message_id, what in waits.items()}
         return [
             replace(row, waits_for=waiting.get((row.consumer, row.message_id))) for row in messages
         ]
@@ -372,7 +372,7 @@ class Reader:
     # -- the audit ----------------------------------------------------------------------------
 
     def announce(self, audit: Audit, action: str, where: Filter[Any, Any], rows: int) -> None:
-        """Commit the audit row of what follows: a look at what is hidden, or work in transactions of its own."""
+        """Commit the audit row before what follows: revealing hidden data, or work in separate transactions."""
         self.in_transaction(audit.row(self.dialect, action, where, rows))
 
     def emit(self, action: str, rows: int, audit: Audit | None) -> None:

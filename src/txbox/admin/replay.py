@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Literal, Unpack
 
-from txbox.admin.changes import Changes, How, again, audit_of
-from txbox.admin.found import Link, keys_of, links
+from txbox.admin.changes import ChangeOptions, Changes, again, audit_of
+from txbox.admin.facts import MessageRef, keys_of, links
 from txbox.admin.reader import Application, Audit
 from txbox.admin.tables import InboxFilter, stored_id
 from txbox.errors import ConfigurationError, Fault, StoreError, UnusableMessage
@@ -72,7 +72,7 @@ class Replays(Changes):
     """The verbs that run handlers."""
 
     def replay(
-        self, where: InboxFilter, *, as_consumer: str | None = None, **how: Unpack[How]
+        self, where: InboxFilter, *, as_consumer: str | None = None, **how: Unpack[ChangeOptions]
     ) -> Replayed:
         """Run processed messages through their handler once more, or feed them to another consumer.
 
@@ -100,8 +100,8 @@ class Replays(Changes):
         try:
             while is_cancelled is None or not is_cancelled():
                 limit = _BATCH if most is None else min(_BATCH, most - counts["count"])
-                found = self._kept(where, after=after, limit=limit) if limit else []
-                batch = [leased for leased in found if leased.number <= int(newest)]
+                kept = self._kept(where, after=after, limit=limit) if limit else []
+                batch = [leased for leased in kept if leased.number <= int(newest)]
                 if not batch:
                     break
                 after = batch[-1].number
@@ -150,8 +150,8 @@ class Replays(Changes):
             where: error type, fingerprint, age, times and the beginning of the id are ignored.
             after: the arrival to continue behind; -1 for the first.
         """
-        found = self.rows("replay_read", {**where.params(), "after": after, "limit": limit})
-        return [self.store.columns.arrival(str(where.consumer), row) for row in found]
+        rows = self.rows("replay_read", {**where.params(), "after": after, "limit": limit})
+        return [self.store.columns.arrival(str(where.consumer), row) for row in rows]
 
     def _run_again(
         self, arrival: Arrival, where: InboxFilter, failures: list[ReplayFailure]
@@ -167,7 +167,7 @@ class Replays(Changes):
         return str(outcome) if outcome in (Outcome.PROCESSED, Outcome.FAILED) else "skipped"
 
     def _failure(self, consumer: str, message_id: str) -> ReplayFailure:
-        # the row may be pruned meanwhile
+        # the row may have been pruned since
         for row in self.messages(InboxFilter(consumer=consumer, message_id=message_id)):
             for last in row.history[-1:]:
                 error = (last.error or "").partition("\n")[0]
@@ -178,14 +178,14 @@ class Replays(Changes):
         self, arrivals: Sequence[Arrival], consumer: str, audit: Audit, where: InboxFilter
     ) -> Counter[str]:
         converted = [self._as(consumer, arrival) for arrival in arrivals]
-        taken = [arrival for arrival in converted if arrival is not None]
+        usable = [arrival for arrival in converted if arrival is not None]
         token, fresh = secrets.token_hex(16), 0
-        if taken:
+        if usable:
             fresh = self.on_database(
-                again, _copy, self.store, consumer, taken, audit, where, token=token
+                again, _copy, self.store, consumer, usable, audit, where, token=token
             )
         return Counter(
-            stored=fresh, duplicates=len(taken) - fresh, skipped=len(arrivals) - len(taken)
+            stored=fresh, duplicates=len(usable) - fresh, skipped=len(arrivals) - len(usable)
         )
 
     def _as(self, consumer: str, arrival: Arrival) -> Arrival | None:
@@ -231,10 +231,10 @@ class Replays(Changes):
         where = InboxFilter(consumer=consumer, message_id=stored_id(message_id))
         if not self.has_handlers:
             raise ConfigurationError("A rehearsal runs a handler: give the App.")
-        found = self._kept(where, after=-1, limit=1)
-        if not found:
+        kept = self._kept(where, after=-1, limit=1)
+        if not kept:
             raise ConfigurationError(self.why_not("rehearse", where))
-        arrival = found[0].arrival
+        arrival = kept[0].arrival
         if arrival.unreadable is not None:
             raise ConfigurationError(f"This message cannot be rehearsed. {arrival.unreadable}")
         if payload is not None:
@@ -268,7 +268,7 @@ async def _copy(
     *,
     token: str,
 ) -> int:
-    """Store messages as pending rows of another consumer, in the order given; returns how many were new.
+    """Store messages as pending rows of another consumer, in this order; returns how many were new.
 
     Guarantee: the rows and their audit row are one commit.
     """
@@ -311,7 +311,7 @@ class Rehearsed:
 
     Attributes:
         outcome: what would have become of the message: "processed", "failed" (and tried again), "dead", or
-            "broken" when the handler tried to end the transaction, or has left it.
+            "broken" when the handler tried to end the transaction, or did end it.
         statements: what it sent to the database, in its order, without values; the first 200.
         staged: what it would have staged: outgoing messages, and effects.
         result: what it returned, as JSON and redacted, where the handler keeps its results.
@@ -324,12 +324,12 @@ class Rehearsed:
     error: str | None = None
     duration_s: float
     statements: tuple[str, ...] = ()
-    staged: tuple[Link, ...] = ()
+    staged: tuple[MessageRef, ...] = ()
     result: bytes | None = None
 
 
-def _opened(found: re.Match[str]) -> str:
-    text = found[0]
+def _opened(match: re.Match[str]) -> str:
+    text = match[0]
     if text.startswith(("--", "/*")):
         return "*/"
     # a backslash may have quoted what seems to end the string, and what has no end quotes nothing
@@ -347,7 +347,7 @@ class _Watch:
 
     until: float
     active: bool = True
-    left: bool = False
+    escaped: bool = False
     late: bool = False
     statements: list[str] = field(default_factory=list[str])
 
@@ -358,7 +358,7 @@ class _Watch:
             self.late = True
             raise _Refused("the time of this rehearsal is over")
         if _ENDS.search(_OPAQUE.sub(_opened, sql)):
-            self.left = True
+            self.escaped = True
             raise _Refused(
                 "a rehearsal is never committed: its handler must not end the transaction"
             )
@@ -373,7 +373,7 @@ async def _rehearsed(
     """Run a handler for a message whose row is there, and roll back.
 
     Raises:
-        ConfigurationError: its row is being processed, or held by another transaction; or its time is over.
+        ConfigurationError: its row is being processed, or locked by another transaction; or its time is over.
 
     Guarantee: the database refuses COMMIT, and the connection refuses what ends a transaction and is thrown
         away. What the handler does outside its transaction really happens.
@@ -401,8 +401,8 @@ async def _rehearsed(
             raise ConfigurationError(
                 f"The handler ran longer than the {longest} of a rehearsal, and is rolled back."
             )
-        staged: list[Link] = []
-        if raised is None and not watch.left:
+        staged: list[MessageRef] = []
+        if raised is None and not watch.escaped:
             try:
                 staged = await _staged(db, app, handler, arrival)
                 await db.execute(app.store.closing(token))
@@ -412,7 +412,7 @@ async def _rehearsed(
                 if app.store.dialect.has("rehearse_constraints"):
                     await db.execute(app.store.dialect.statement("rehearse_constraints"))
             except StoreError as error:
-                watch.left = error.fault is Fault.GUARD
+                watch.escaped = error.fault is Fault.GUARD
                 raised = Raised(error, error, False)
     finally:
         watch.active = False
@@ -428,7 +428,7 @@ async def _rehearsed(
         if answers and handler.options.keep_result
         else None,
     )
-    if watch.left:
+    if watch.escaped:
         return replace(
             done,
             outcome="broken",
@@ -483,7 +483,7 @@ async def _claimed(
         if error.fault is not Fault.LOCK_TIMEOUT:
             raise
         raise ConfigurationError(
-            f"{handler.consumer} {arrival.message_id} is held by another transaction: try again."
+            f"{handler.consumer} {arrival.message_id} is locked by another transaction: try again."
         ) from None
     won = app.store.claimed(claim, results[-len(claim) :])
     if won is None or not won.ids:
@@ -492,20 +492,22 @@ async def _claimed(
         )
 
 
-async def _staged(db: Session, app: Application, handler: Handler, arrival: Arrival) -> list[Link]:
+async def _staged(
+    db: Session, app: Application, handler: Handler, arrival: Arrival
+) -> list[MessageRef]:
     """What the message has staged: the ids are derived from its own."""
     ids = [
         derived_id(handler.consumer, arrival.message_id, ordinal) for ordinal in range(_STAGED_MAX)
     ]
     dialect = app.store.dialect
     outgoing = await db.execute(dialect.statement("explain_outbox", {}, {"message_id": ids}))
-    found = links(outgoing.rows)
+    staged = links(outgoing.rows)
     for consumer in app.handlers.consumers():
         if consumer.startswith(EFFECT_PREFIX):
             keys = keys_of([consumer], ids)
             effects = await db.execute(dialect.statement("explain_inbox", {}, keys))
-            found += links(effects.rows)
-    return sorted(found, key=lambda link: ids.index(link.message_id))
+            staged += links(effects.rows)
+    return sorted(staged, key=lambda link: ids.index(link.message_id))
 
 
 async def _broken_references(db: Session, app: Application) -> set[Sequence[Any]]:
@@ -513,5 +515,5 @@ async def _broken_references(db: Session, app: Application) -> set[Sequence[Any]
     dialect = app.store.dialect
     if not dialect.has("rehearse_references"):
         return set()
-    found = await db.execute(dialect.statement("rehearse_references"))
-    return {tuple(row) for row in found.rows}
+    result = await db.execute(dialect.statement("rehearse_references"))
+    return {tuple(row) for row in result.rows}

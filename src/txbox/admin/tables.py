@@ -42,7 +42,7 @@ class TopicStatus:
     """The outgoing messages of one topic and route.
 
     Attributes:
-        route: where it goes; "" is whoever publishes or consumes the topic.
+        route: where it goes; "" is any App that publishes or consumes the topic.
         counts: rows by status.
         oldest_waiting_s: the age of the oldest row that is due, leased or failed.
     """
@@ -181,7 +181,7 @@ class InboxRow:
     Attributes:
         attempts: failures so far.
         starts: runs from the table that never ended.
-        arrival: its place in the order of arrivals, by which pages go on.
+        arrival: its number in the order of arrivals, the cursor of pages.
         waits_for: what must finish first, where an App has a handler with an order.
     """
 
@@ -211,10 +211,10 @@ class OutboxRow:
     """An outgoing message.
 
     Attributes:
-        number: its place in the order of staging, by which pages go on.
+        number: its number in the order of staging, the cursor of pages.
         status: `due`, `delayed` (staged for later), `leased` by a relay, `failed` (waits for its next
             attempt), `dead`, `sent`, `discarded`.
-        route: where it goes; "" is whoever publishes or consumes the topic.
+        route: where it goes; "" is any App that publishes or consumes the topic.
         next_attempt_at: when a delayed or failed one is due.
         waits_for: the message of its key that must leave first; in a list only its id.
     """
@@ -244,8 +244,8 @@ class QuarantineRow:
 
     Attributes:
         hash: of its payload, in hexadecimal digits.
-        status: "quarantined" until somebody decides, then "accepted" or "discarded"; "replaced" is what stood in
-            the inbox before somebody edited it.
+        status: "quarantined" until an operator decides, then "accepted" or "discarded"; "replaced" is
+            the original of an edited message.
         seen: how often it arrived.
         kept_bytes: the stored size of its payload; 0 when it was dropped, or there was none.
     """
@@ -349,7 +349,7 @@ class Table:
         name: the prefix of its queries.
         noun: what one row is called.
         key: the columns that identify a row.
-        place: the column that pages and batches continue by; None where the key itself is the mark.
+        cursor: the column that pages and batches continue by; None where the key itself is the mark.
         audited: how `txbox_audit` and events name a verb.
     """
 
@@ -359,7 +359,7 @@ class Table:
     message: type[Any]
     content: tuple[str, ...]
     key: tuple[str, ...]
-    place: str | None
+    cursor: str | None
     statuses: tuple[str, ...]
     changes: Mapping[Verb, Change]
     audited: str
@@ -372,7 +372,7 @@ INBOX = Table(
     message=InboxMessage,
     content=("content_type", "headers", "payload", "origin", "sequence", "payload_hash", "result"),
     key=("consumer", "message_id"),
-    place="arrival",
+    cursor="arrival",
     statuses=tuple(Status),
     changes={
         # failed first: a dead row that is retried is failed
@@ -388,7 +388,7 @@ OUTBOX = Table(
     message=OutboxMessage,
     content=("content_type", "headers", "payload"),
     key=("message_id",),
-    place="number",
+    cursor="number",
     statuses=("due", "delayed", "leased", "failed", "dead", "sent", "discarded"),
     changes={
         "retry": Change(("failed", "dead"), meant=("dead",)),
@@ -405,7 +405,7 @@ QUARANTINE = Table(
     message=QuarantinedMessage,
     content=("content_type", "headers", "payload", "origin"),
     key=("consumer", "message_id", "hash"),
-    place=None,
+    cursor=None,
     statuses=("quarantined", "accepted", "discarded", "replaced"),
     changes={"accept": _WAITING, "discard": _WAITING},
     audited="quarantine {}",
@@ -512,21 +512,21 @@ def stored_id(message_id: str) -> str:
         raise ConfigurationError(str(error)) from None
 
 
-def row_of(columns: Columns, table: Table, found: Sequence[Any]) -> Any:
+def row_of(columns: Columns, table: Table, row: Sequence[Any]) -> Any:
     """Read a row of a `…_list` query."""
-    return table.row(**_named(columns, table, _columns(table), found)[0])
+    return table.row(**_named(columns, table, _columns(table), row)[0])
 
 
 def message_of(
     columns: Columns,
     table: Table,
-    found: Sequence[Any],
+    row: Sequence[Any],
     attempts: Sequence[Sequence[Any]],
     *,
     reveal: bool,
 ) -> Any:
-    """Read a row of a `…_show` query, in the inbox with those of its attempts; what cannot be read is left out."""
-    values, key_id = _named(columns, table, (*_columns(table), *table.content), found)
+    """Read a row of a `…_show` query, in the inbox with those of its attempts; unreadable values are omitted."""
+    values, key_id = _named(columns, table, (*_columns(table), *table.content), row)
     bound = _bound(table, values)
     payload, unreadable = values["payload"], None
     size = None if payload is None else len(payload)
@@ -574,17 +574,17 @@ def _shown(
 
 
 def age_of(seconds: Any) -> float | None:
-    """An age as the database tells it; a row that arrives between two clocks has no negative one."""
+    """An age by the database's clock; clocks differ: never negative."""
     return None if seconds is None else max(0.0, float(seconds))
 
 
-def quarantined(columns: Columns, found: Sequence[Any]) -> tuple[int, Message[Any]]:
+def quarantined(columns: Columns, row: Sequence[Any]) -> tuple[int, Message[Any]]:
     """Read a row of `quarantine_lock`: how many bytes of the payload are kept, and the message.
 
     Raises:
         UnreadableMessage: it was written through a codec that this app does not have, or that fails on it.
     """
-    values = dict(zip((*_columns(QUARANTINE), *QUARANTINE.content), found, strict=True))
+    values = dict(zip((*_columns(QUARANTINE), *QUARANTINE.content), row, strict=True))
     origin, time = decode_origin(values["origin"])
     bound = _bound(QUARANTINE, values)
     message: Message[Any] = Message(
@@ -601,8 +601,8 @@ def quarantined(columns: Columns, found: Sequence[Any]) -> tuple[int, Message[An
     return int(values["kept_bytes"]), message
 
 
-def place_of(row: InboxRow | OutboxRow | QuarantineRow) -> int | str:
-    """The place of a row: as `before`, it makes `Admin.list` continue behind the row."""
+def cursor_of(row: InboxRow | OutboxRow | QuarantineRow) -> int | str:
+    """The cursor of a row: as `before`, it makes `Admin.list` continue behind the row."""
     if isinstance(row, QuarantineRow):
         mark = json.dumps([row.consumer, row.message_id, row.hash])
         return base64.urlsafe_b64encode(mark.encode()).decode()
@@ -615,33 +615,33 @@ def mark_params(key: tuple[Any, ...] | int | None) -> dict[str, Any]:
     return dict(zip(("mark_consumer", "mark_id", "mark_hash"), mark, strict=True))
 
 
-def mark_of(place: str) -> tuple[str, str, bytes]:
-    """The key of the quarantine row with this place.
+def mark_of(cursor: str) -> tuple[str, str, bytes]:
+    """The key of the quarantine row at this cursor.
 
     Raises:
-        ConfigurationError: not a place.
+        ConfigurationError: not a cursor.
     """
     with suppress(ValueError, TypeError, RecursionError):
-        consumer, message_id, digits = json.loads(base64.urlsafe_b64decode(place))
+        consumer, message_id, digits = json.loads(base64.urlsafe_b64decode(cursor))
         if isinstance(consumer, str) and isinstance(message_id, str):
             return consumer, message_id, bytes.fromhex(str(digits))
-    raise ConfigurationError(_NO_PLACE)
+    raise ConfigurationError(_NO_CURSOR)
 
 
-def number_of(place: int | str) -> int:
-    """The place of a row of the inbox or the outbox.
+def number_of(cursor: int | str) -> int:
+    """The cursor of a row of the inbox or the outbox.
 
     Raises:
-        ConfigurationError: not a place.
+        ConfigurationError: not a cursor.
     """
     with suppress(ValueError, TypeError):
-        number = int(place)
+        number = int(cursor)
         if 0 <= number < 2**63:
             return number
-    raise ConfigurationError(_NO_PLACE)
+    raise ConfigurationError(_NO_CURSOR)
 
 
-_NO_PLACE = "Invalid place: copy the one that the page before ended with."
+_NO_CURSOR = "Invalid cursor: copy the one printed below the page before."
 
 
 def _columns(table: Table) -> tuple[str, ...]:
@@ -663,11 +663,11 @@ def _named(
     columns: Columns,
     table: Table,
     names: Sequence[str],
-    found: Sequence[Any],
+    row: Sequence[Any],
     bound: Row | None = None,
 ) -> tuple[dict[str, Any], str | None]:
     """The columns of a row by name, decoded and redacted, and the key id of its codec."""
-    values = dict(zip(names, found, strict=True))
+    values = dict(zip(names, row, strict=True))
     key_id = values.pop("key_id", None)
     for name, value in values.items():
         if value is not None:
@@ -677,11 +677,7 @@ def _named(
 
 
 def _column(
-    columns: Columns,
-    table: Table,
-    name: str,
-    values: Mapping[str, Any],
-    bound: Row | None,
+    columns: Columns, table: Table, name: str, values: Mapping[str, Any], bound: Row | None
 ) -> Any:
     value = values[name]
     if name.endswith(("_at", "_until")):
@@ -702,7 +698,7 @@ def shown(values: dict[str, Any], name: str, instead: Any = None) -> Generator[N
     """Decode a column for people: one that cannot be shown says so, or is `instead`, and hides no other row."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # somebody has altered it, or a codec or a rule fails on it
+    except Exception as error:  # noqa: BLE001  # it was altered, or a codec or a rule fails on it
         raised = type(error).__name__
         log.warning("A column cannot be shown: %s: %s (boundary: %s)", name, raised, Boundary.ROW)
         is_text = isinstance(values[name], str) and not name.endswith(("_at", "_until"))

@@ -1,4 +1,4 @@
-"""What operators look at, as tables and records for the command line and the pages to render."""
+"""What operators see, as tables and records for the command line and the pages to render."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _LISTED = {
     ),
     QUARANTINE.name: ("consumer", "id", "hash", "status", "topic", "type", "seen", "received", "reason"),
 }  # fmt: skip
-# of all three tables; columns that a row lacks are left out
+# of all three tables; columns that a row lacks are omitted
 _RECORD = (
     "consumer", "id", "hash", "status", "topic", "route", "type", "key", "sequence", "number", "event time",
     "received", "staged", "caused by", "updated", "processed", "sent", "next attempt", "waits for", "leased until",
@@ -77,10 +77,10 @@ def label(criterion: str) -> str:
 
 def extent(table: Table, verb: Verb, criteria: Mapping[str, str]) -> str:
     """Say in words what a filter means to a verb: every dead message of consumer billing."""
-    given = ", ".join(
+    chosen = ", ".join(
         f"{label(name)} {value}" for name, value in criteria.items() if name != "status"
     )
-    of = f" of {given}" if given else f" in the whole {table.name}"
+    of = f" of {chosen}" if chosen else f" in the whole {table.name}"
     return f"every {noun_of(table, verb, criteria.get('status'))}{of}"
 
 
@@ -97,19 +97,19 @@ def breakdown(changes: Sequence[Changed]) -> View:
     """What changes match, by consumer and status."""
     counts: dict[tuple[str, str], int] = {}
     for matching in (part for change in changes for part in change.matching):
-        place = matching.consumer or UNMATCHED, matching.status
-        counts[place] = counts.get(place, 0) + matching.rows
+        group = matching.consumer or UNMATCHED, matching.status
+        counts[group] = counts.get(group, 0) + matching.rows
     if any(part.consumer is not None for change in changes for part in change.matching):
         return View(
             ("consumer", "status", "messages"),
-            [(*place, counts[place]) for place in sorted(counts)],
+            [(*group, counts[group]) for group in sorted(counts)],
         )
-    return View(("status", "messages"), [(place[1], counts[place]) for place in sorted(counts)])
+    return View(("status", "messages"), [(group[1], counts[group]) for group in sorted(counts)])
 
 
 def spared(count: int) -> str:
     """Why a retry in bulk leaves messages alone."""
-    return f"{count:,} left alone: their handler broke the transaction, so what they wrote is unknown. Look at each"
+    return f"{count:,} skipped: their handler broke the transaction, so their effects are unknown. Check each"
 
 
 def without_payload(count: int) -> str:
@@ -171,14 +171,14 @@ def sizes(tables: Iterable[TableSize]) -> View:
     return view
 
 
-def workers(found: Iterable[WorkerStatus]) -> View:
+def workers(statuses: Iterable[WorkerStatus]) -> View:
     """The processes at work."""
     columns = (
         "host", "pid", "command", "state", "consumers", "busy", "lanes", "leases", "in flight", "app", "version",
         "started", "seen",
     )  # fmt: skip
     view = View(columns, [])
-    for each in found:
+    for each in statuses:
         names = [f"{name} (paused)" if name in each.paused else name for name in each.consumers]
         consumers = ", ".join(names) or "-"
         doing = each.busy, each.lanes, each.leases, each.in_flight
@@ -194,22 +194,22 @@ def _where(trouble: Trouble) -> str:
     return name if trouble.topic is None else f"{name}, topic {trouble.topic}"
 
 
-def troubles(found: Iterable[WorkerStatus]) -> View:
+def troubles(statuses: Iterable[WorkerStatus]) -> View:
     """The brokers that processes wait for."""
     rows: list[tuple[Cell, ...]] = [
         (f"{worker.host}:{worker.pid}", trouble.kind, _where(trouble),
          datetime.fromtimestamp(trouble.since_s, UTC), trouble.error)
-        for worker in found
+        for worker in statuses
         for trouble in worker.troubles
     ]  # fmt: skip
     return View(("process", "cannot reach", "name", "since", "error"), rows)
 
 
-def pauses(found: Iterable[Pause]) -> View:
+def pauses(paused: Iterable[Pause]) -> View:
     """Paused consumers."""
     return View(
         ("consumer", "since", "by", "reason"),
-        [(pause.consumer, pause.paused_at, pause.actor, pause.reason) for pause in found],
+        [(pause.consumer, pause.paused_at, pause.actor, pause.reason) for pause in paused],
     )
 
 
@@ -221,8 +221,8 @@ def page(table: Table, rows: Iterable[Any]) -> View:
 
 def record(message: Any) -> Record:
     """Everything about one message except error, attempts and payload."""
-    found = ((name, _value(name, message, _LONG)) for name in _RECORD)
-    return [(name, value) for name, value in found if value not in (None, "")]
+    values = ((name, _value(name, message, _LONG)) for name in _RECORD)
+    return [(name, value) for name, value in values if value not in (None, "")]
 
 
 def attempts(history: Iterable[RecordedAttempt]) -> View:
@@ -238,20 +238,20 @@ def failures(failed: Iterable[ReplayFailure]) -> View:
     return View(("id", "error"), [(failure.message_id, _error(failure)) for failure in failed])
 
 
-def explanation(
-    found: Explanation,
-) -> list[tuple[str, list[tuple[str, str, str | None]]]]:
-    """Each place of a message: its title, and for each sentence a mark, the text and a command."""
+def explanation(explained: Explanation) -> list[tuple[str, list[tuple[str, str, str | None]]]]:
+    """Each location of a message: its title, and for each sentence a mark, the text and a command."""
     places: list[tuple[str, list[tuple[str, str, str | None]]]] = []
-    for place in found.places:
+    for location in explained.places:
         where = (
-            f" of {place.consumer or UNMATCHED}" if place.table in ("inbox", "quarantine") else ""
+            f" of {location.consumer or UNMATCHED}"
+            if location.table in ("inbox", "quarantine")
+            else ""
         )
-        title = f"{found.message_id} in the {place.table}{where}: {place.status}"
+        title = f"{explained.message_id} in the {location.table}{where}: {location.status}"
         places.append(
             (
-                title if place.table else f"{found.message_id}: unknown",
-                [(_MARKS[said.severity], said.text, said.command) for said in place.sentences],
+                title if location.table else f"{explained.message_id}: unknown",
+                [(_MARKS[said.severity], said.text, said.command) for said in location.sentences],
             )
         )
     return places

@@ -134,15 +134,15 @@ class _Document:
 
     def _key(self, kind: str, name: str) -> str:
         """A name that may be a key and part of a reference; the same for the same name, and for no other."""
-        found = self._keys.get((kind, name))
-        if found is None:
+        known = self._keys.get((kind, name))
+        if known is None:
             plain = wanted = _NOT_IN_KEYS.sub("_", name) or "_"
-            taken = {key for (other, _), key in self._keys.items() if other == kind}
+            others = {key for (other, _), key in self._keys.items() if other == kind}
             count = 2
-            while wanted in taken:
+            while wanted in others:
                 wanted, count = f"{plain}_{count}", count + 1
-            found = self._keys[kind, name] = wanted
-        return found
+            known = self._keys[kind, name] = wanted
+        return known
 
     def _schema(self, annotation: Any) -> dict[str, Any] | None:
         if annotation in (None, Any, bytes) or isinstance(annotation, typing.TypeVar):

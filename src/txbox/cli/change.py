@@ -195,7 +195,7 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
     """Add what changes the table that the filter is for."""
     table = kind.table
     for verb, change in table.changes.items():
-        told, described = (text.format(f"{table.noun}s") for text in _HELP[verb])
+        summary, described = (text.format(f"{table.noun}s") for text in _HELP[verb])
         if len(change.statuses) > 1:
             meant = any_of(change.meant)
             described += (
@@ -203,7 +203,9 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
             )
         also = _ALSO.get((table.name, verb), "")
         description = f"{described} {also}\n\n{_CONSENT}"
-        command = add_command(commands, verb, _change, common, help=told, description=description)
+        command = add_command(
+            commands, verb, _change, common, help=summary, description=description
+        )
         _add_targets(command, kind, statuses=change.statuses)
         add_options(command, {"--all": "all that a filter could match"})
         if verb == "reroute":
@@ -300,7 +302,7 @@ def _add_targets(
 
 
 def _targets(args: argparse.Namespace) -> tuple[list[Filter[Any, Any]], bool]:
-    """One filter for each message that is named, or the one that was given; and whether any is named."""
+    """One filter for each named message, or the one of the options; and whether any is named."""
     where = filter_of(args)
     consumer: str | None = getattr(args, "of", None)
     marked = getattr(where, "hash", None) is not None
@@ -308,10 +310,10 @@ def _targets(args: argparse.Namespace) -> tuple[list[Filter[Any, Any]], bool]:
         raise ConfigurationError(
             f"Which messages of {consumer!r}? Give ids after it, or --consumer {consumer} for all of them."
         )
-    given = set(where.criteria()) - {"hash"}
-    if args.ids and (given or args.all):
+    criteria = set(where.criteria()) - {"hash"}
+    if args.ids and (criteria or args.all):
         raise ConfigurationError("Give message ids or a filter, not both.")
-    if args.all and (given or marked):
+    if args.all and (criteria or marked):
         raise ConfigurationError("Give --all or a filter, not both.")
     if len(args.ids) > 1 and getattr(args, "message_id", None) is not None:
         raise ConfigurationError("--id is for one message: accept them one by one.")
@@ -325,7 +327,7 @@ def _targets(args: argparse.Namespace) -> tuple[list[Filter[Any, Any]], bool]:
         raise ConfigurationError(
             "A replay is for one consumer: give --consumer, or CONSUMER and ids."
         )
-    if not given and not args.all:
+    if not criteria and not args.all:
         named = "CONSUMER and ids" if hasattr(args, "of") else "message ids"
         raise ConfigurationError(
             f"Which messages are to be {views.DONE[args.verb]}? Give {named}, a filter, or --all."
@@ -359,7 +361,7 @@ def _change(args: argparse.Namespace) -> int:
                 results = [change(targets[0], **who, progress=bar, most=expected)]
         if args.verb == "retry" and args.kind is InboxFilter:
             _warn_of_idle(admin, targets, results)
-        left = [
+        complaints = [
             admin.why_not(args.verb, where)
             for where, result in zip(targets, results, strict=True)
             if named and not result.count and not getattr(result, "refused", ())
@@ -367,15 +369,15 @@ def _change(args: argparse.Namespace) -> int:
     well = (
         _print_replayed(args, results) if args.verb == "replay" else _print_changed(args, results)
     )
-    for sentence in left:
+    for sentence in complaints:
         print_error(shown(sentence))
-    return 0 if well and not left else 1
+    return 0 if well and not complaints else 1
 
 
 def _warn_of_idle(
     admin: Admin, targets: Sequence[Filter[Any, Any]], results: Sequence[Changed]
 ) -> None:
-    """Say at once that nobody runs what was retried."""
+    """Warn at once if no worker runs the retried messages."""
     named = {where.criteria().get("consumer") for where in targets}
     named |= {key["consumer"] for result in results for key in result.sample}
     if any(result.count for result in results):
@@ -412,10 +414,10 @@ def _agreed(args: argparse.Namespace, question: str, refusal: str) -> bool:
     """Whether a change in bulk may go on.
 
     Args:
-        refusal: said where nobody can be asked; ends with what --yes would do.
+        refusal: printed without a terminal; ends with what --yes would do.
 
     Raises:
-        ConfigurationError: nobody can be asked and --yes is missing.
+        ConfigurationError: there is no terminal, and --yes is missing.
     """
     if args.yes:
         return True
@@ -446,9 +448,9 @@ def _print_changed(args: argparse.Namespace, results: Sequence[Changed]) -> bool
     sample = [key for result in results for key in result.sample][:10]
     refused = [refusal for result in results for refusal in result.refused]
     if args.json:
-        told = {"action": args.verb, "dry_run": args.dry_run, "count": count, "spared": spared}
-        told["without_payload"] = bare
-        print_json({**told, "sample": sample, "refused": refused})
+        report = {"action": args.verb, "dry_run": args.dry_run, "count": count, "spared": spared}
+        report["without_payload"] = bare
+        print_json({**report, "sample": sample, "refused": refused})
     else:
         if args.dry_run and sample:
             print_table(*views.keys(table, sample))
@@ -473,8 +475,8 @@ def _print_replayed(args: argparse.Namespace, results: Sequence[Replayed]) -> bo
     failures = [failure for result in results for failure in result.failures]
     well = not sums["failed"] and not sums["skipped"]
     if args.json:
-        told = {"action": "replay", "dry_run": args.dry_run, "as": args.as_consumer}
-        print_json({**told, **sums, "failures": failures})
+        report = {"action": "replay", "dry_run": args.dry_run, "as": args.as_consumer}
+        print_json({**report, **sums, "failures": failures})
         return well
     if args.dry_run:
         print_line(views.done(sums["count"], "message", "replay", dry_run=True))

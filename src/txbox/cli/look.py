@@ -20,7 +20,7 @@ from txbox.admin.tables import (
     PartitionStatus,
     QuarantineFilter,
     Table,
-    place_of,
+    cursor_of,
 )
 from txbox.cli import add_command, print_error
 from txbox.cli.options import (
@@ -46,7 +46,7 @@ from txbox.cli.output import (
 from txbox.text import counted
 
 _WORTH_A_LINE = 1024 * 1024
-# how far back `show` looks for ids like the one it was given
+# how far back `show` searches for similar ids
 _LATEST = 1_000
 _KEY = {
     "consumer": ("CONSUMER", "the consumer of the message"),
@@ -92,9 +92,9 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
     else:
         add_filter(listed, kind)
     add_options(listed, {"--limit N": "how many (default 50)"})
-    place = f"--before {(table.place or 'place').upper()}"
+    before = f"--before {(table.cursor or 'before').upper()}"
     there = "continue the list: the last page prints this at its end"
-    add_options(listed, {place: there}, type=count if table.place else None)
+    add_options(listed, {before: there}, type=count if table.cursor else None)
     listed.set_defaults(kind=kind, limit=50)
     show = add_command(
         commands, "show", _show, common, help=f"show everything about one {table.noun}",
@@ -107,8 +107,10 @@ def add_table(commands: Any, common: argparse.ArgumentParser, kind: type[Filter[
                 show, {"--hash HEX": "the hash of its payload; its first digits are enough"}
             )
         else:
-            metavar, told = _KEY[column]
-            add_options(show, {f"{column} {metavar}": told}, nargs=None if table.place else "?")
+            metavar, help_text = _KEY[column]
+            add_options(
+                show, {f"{column} {metavar}": help_text}, nargs=None if table.cursor else "?"
+            )
     add_options(show, {"--reveal": "show payload and header values, too; kept in the audit"})
     add_audit(show)
     show.set_defaults(kind=kind)
@@ -125,16 +127,16 @@ def _explain(args: argparse.Namespace) -> int:
     Exit status: 0 it is done or goes on by itself; 1 it needs somebody, or was not found.
     """
     with admin_of(args) as admin:
-        told = admin.explain(args.message_id, consumer=args.consumer)
+        explanation = admin.explain(args.message_id, consumer=args.consumer)
     if args.json:
-        print_json(told)
+        print_json(explanation)
     else:
-        _print_explanation(told)
-    return 1 if told.severity == "stuck" or not told.known else 0
+        _print_explanation(explanation)
+    return 1 if explanation.severity == "stuck" or not explanation.known else 0
 
 
-def _print_explanation(told: Explanation) -> None:
-    for number, (title, sentences) in enumerate(views.explanation(told)):
+def _print_explanation(explanation: Explanation) -> None:
+    for number, (title, sentences) in enumerate(views.explanation(explanation)):
         print_line(f"{'' if not number else chr(10)}{shown(title)}")
         for mark, text, command in sentences:
             print_line(f"  {mark} {shown(text)}")
@@ -197,7 +199,7 @@ def _list(args: argparse.Namespace) -> int:
     with admin_of(args) as admin:
         rows = admin.list(where, limit=args.limit, before=args.before)
         hint = "" if rows else admin.hint(where)
-    more = place_of(rows[-1]) if len(rows) == args.limit else None
+    more = cursor_of(rows[-1]) if len(rows) == args.limit else None
     if args.json:
         print_json({"quarantined" if table is QUARANTINE else "messages": rows, "before": more})
     elif not rows:
@@ -217,16 +219,16 @@ def _show(args: argparse.Namespace) -> int:
         show: Any = admin.show
         if args.reveal:
             show = partial(admin.reveal, actor=args.actor, reason=args.reason)
-        found = show(where)
+        messages = show(where)
         if table is INBOX:
             aside = show(QuarantineFilter(consumer=where.consumer, message_id=where.message_id))
-        if not found and not aside:
+        if not messages and not aside:
             print_error(_unknown(admin, where))
             return 1
     if args.json:
-        print_json(_as_json(table, found, aside))
+        print_json(_as_json(table, messages, aside))
         return 0
-    for number, message in enumerate(found):
+    for number, message in enumerate(messages):
         if number:
             print_line("")
         _print_message(message)
@@ -250,16 +252,16 @@ def _unknown(admin: Admin, where: Filter[Any, Any]) -> str:
     )
 
 
-def _as_json(table: Table, found: Sequence[Any], aside: Sequence[Any]) -> dict[str, Any]:
+def _as_json(table: Table, messages: Sequence[Any], aside: Sequence[Any]) -> dict[str, Any]:
     if table is QUARANTINE:
-        return {"quarantined": found}
-    message = as_json(found[0]) if found else None
+        return {"quarantined": messages}
+    message = as_json(messages[0]) if messages else None
     if table is OUTBOX:
         return {"message": message}
     attempts: Any = []
     if message is not None:
         attempts = message.pop("history")
-        message["result"] = None if found[0].result is None else json.loads(found[0].result)
+        message["result"] = None if messages[0].result is None else json.loads(messages[0].result)
     return {"message": message, "attempts": attempts, "quarantined": aside}
 
 

@@ -92,13 +92,13 @@ def add_options(parser: Any, options: Mapping[str, str], **settings: Any) -> Non
     """
     for option, text in options.items():
         name, _, metavar = option.partition(" ")
-        given: dict[str, Any] = {"action": "store_true", "help": text}
+        defaults: dict[str, Any] = {"action": "store_true", "help": text}
         if metavar:
             shown = metavar.removesuffix("…")
-            given = {"metavar": shown, "type": _READERS.get(shown), "help": text}
+            defaults = {"metavar": shown, "type": _READERS.get(shown), "help": text}
         if metavar.endswith("…"):
-            given |= {"action": "append", "default": [], "help": f"{text}; may be repeated"}
-        parser.add_argument(name, **{**given, **settings})
+            defaults |= {"action": "append", "default": [], "help": f"{text}; may be repeated"}
+        parser.add_argument(name, **{**defaults, **settings})
 
 
 def add_grace(
@@ -163,16 +163,16 @@ def any_of(words: Sequence[str]) -> str:
 
 
 def filter_of(args: argparse.Namespace) -> Filter[Any, Any]:
-    """The filter that was given; options the command does not have match everything."""
-    given = {
+    """The filter of the options; those that the command lacks match everything."""
+    criteria = {
         field.name: getattr(args, field.name, None)
         for field in dataclasses.fields(args.kind)
         if field.name in _FILTERS
     }
-    if given["status"] == "all":
-        given["status"] = None
-    found: Filter[Any, Any] = args.kind(**given)
-    return found
+    if criteria["status"] == "all":
+        criteria["status"] = None
+    chosen: Filter[Any, Any] = args.kind(**criteria)
+    return chosen
 
 
 # of `txbox schema`: apply is init by another name, and print connects to nothing
@@ -186,7 +186,7 @@ def opened(args: argparse.Namespace, *, handlers: str | None = None) -> App:
         handlers: what the command does that takes the App with its handlers; a URL is then not enough.
 
     Raises:
-        ConfigurationError: neither is given, or what is given does not work.
+        ConfigurationError: neither is set, or the one that is does not work.
     """
     path, url = getattr(args, "path", None) or args.app, args.database
     if args.app is not None and path != args.app:
@@ -253,13 +253,13 @@ def load(path: str) -> App:
         raise ConfigurationError(
             f"{path!r} is not the path of an App: write module:app, like shop:app or shop.events:app."
         )
-    found = _imported(module_name, (attribute or "app").split("."))
-    if not isinstance(found, App):
+    loaded = _imported(module_name, (attribute or "app").split("."))
+    if not isinstance(loaded, App):
         raise ConfigurationError(
-            f"{module_name}:{attribute or 'app'} is {with_article(type(found).__qualname__)}, not a txbox.App: "
+            f"{module_name}:{attribute or 'app'} is {with_article(type(loaded).__qualname__)}, not a txbox.App: "
             "name the variable that App(…) was assigned to."
         )
-    return found
+    return loaded
 
 
 def _imported(name: str, attributes: Sequence[str]) -> Any:
@@ -296,17 +296,17 @@ def _failed_import(name: str, error: Exception) -> str:
     )
 
 
-def _attribute(found: Any, module: str, names: Sequence[str]) -> Any:
+def _attribute(value: Any, module: str, names: Sequence[str]) -> Any:
     for name in names:
         # a module's __getattr__ may be the user's
-        if not hasattr(found, name):
-            raise ConfigurationError(_missing(module, name, found))
-        found = getattr(found, name)
-    return found
+        if not hasattr(value, name):
+            raise ConfigurationError(_missing(module, name, value))
+        value = getattr(value, name)
+    return value
 
 
-def _missing(module: str, name: str, found: object) -> str:
-    apps = [variable for variable, value in vars(found).items() if isinstance(value, App)]
+def _missing(module: str, name: str, where: object) -> str:
+    apps = [variable for variable, value in vars(where).items() if isinstance(value, App)]
     if apps:
         return f"{module} has no {name!r}, but it has {' and '.join(apps)}: give --app {module}:{apps[0]}."
     return (

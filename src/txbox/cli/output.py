@@ -73,17 +73,17 @@ def _json(value: Any) -> Any:
 
 def as_json(value: Any) -> dict[str, Any]:
     """The fields of a dataclass; bytes as text where they are, else as `…_base64`."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
         if isinstance(item, bytes):
             try:
                 item = item.decode()
             except UnicodeDecodeError:
-                found[f"{field.name}_base64"] = item
+                values[f"{field.name}_base64"] = item
                 item = None
-        found[field.name] = item
-    return found
+        values[field.name] = item
+    return values
 
 
 def print_line(text: str) -> None:
@@ -94,7 +94,7 @@ def print_line(text: str) -> None:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
     """Print a table: with rich on a terminal if it is installed, plain otherwise.
 
-    Columns of numbers are aligned to the right; empty columns are left out.
+    Columns of numbers are aligned to the right; empty columns are omitted.
     """
     heads, values = View(tuple(columns), [tuple(row) for row in rows]).filled()
     cells = [[shown(value) for value in row] for row in values]
@@ -224,7 +224,7 @@ def readable(payload: bytes) -> str:
 
 
 def interactive() -> bool:
-    """Whether there is somebody to ask."""
+    """Whether a person can answer."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 

@@ -107,7 +107,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         )
         command.set_defaults(**{f"{name}_host": _LOOPBACK})
     run.set_defaults(processes=1)
-    # what only `run` leaves out, or is told by its parent
+    # what only `run` omits, or gets from its parent
     relay.set_defaults(child=False, no_maintenance=False, no_relay=False)
     maintain.set_defaults(child=False, no_maintenance=False, no_relay=False, grace=GRACE)
     ui = add_command(commands, "ui", _ui, common)
@@ -565,6 +565,6 @@ def listening(host: str, port: int, option: str, what: str) -> socket.socket:
 
 def inherited(name: str) -> socket.socket | None:
     """The listening socket that the parent process has bound, if it has."""
-    # not for processes that a handler starts: the descriptor is not theirs
+    # removed so that a handler's subprocesses do not inherit it
     fd = os.environ.pop(name, None)
     return None if fd is None else socket.socket(fileno=int(fd))

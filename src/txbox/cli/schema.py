@@ -132,7 +132,7 @@ def _print(args: argparse.Namespace) -> int:
             partitioning=_partitioning(args, kept),
         )  # fmt: skip
         if args.after >= args.upto:
-            sql = f"-- Nothing leads from version {args.after} to version {args.upto}."
+            sql = f"-- There is no migration from {args.after} to {args.upto}."
     if args.json:
         print_json({"dialect": sql_dialect.name, "schema": schema, "sql": sql})
     else:

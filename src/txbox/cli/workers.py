@@ -1,4 +1,4 @@
-"""workers, pause, resume and top: who is at work, and what is held back."""
+"""workers, pause, resume and top: workers, and paused consumers."""
 
 from __future__ import annotations
 
@@ -108,13 +108,11 @@ def _change(args: argparse.Namespace, action: Literal["pause", "resume"]) -> int
         print_line(f"{name} would be paused; {workers} would stop running it.{typo}")
     elif running:
         print_line(
-            f"{name} is paused: {workers} that had it stop running it within a few seconds. "
+            f"{name} is paused: {workers} {'stops' if running == 1 else 'stop'} running it within a few seconds. "
             f"`txbox resume {name}` ends that."
         )
     else:
-        print_line(
-            f"{name} is paused. Nobody runs it now; workers that start will not either.{typo}"
-        )
+        print_line(f"{name} is paused. No worker runs it, and new ones will not.{typo}")
     return 0
 
 
@@ -190,10 +188,10 @@ _WORKER = (
 )
 
 
-def _screen(found: Snapshot) -> list[str]:
-    """The lines of one look, of 80 columns; nothing in them steers a terminal."""
-    silent = sum(worker.state == "silent" for worker in found.workers)
-    workers = counted(len(found.workers), "worker") + (f", {silent} silent" if silent else "")
+def _screen(snapshot: Snapshot) -> list[str]:
+    """The lines of one screen, of 80 columns; nothing in them steers a terminal."""
+    silent = sum(worker.state == "silent" for worker in snapshot.workers)
+    workers = counted(len(snapshot.workers), "worker") + (f", {silent} silent" if silent else "")
     consumers = [
         (
             f"{rates.name or UNMATCHED}{' (paused)' if rates.paused else ''}",
@@ -201,22 +199,22 @@ def _screen(found: Snapshot) -> list[str]:
             *map(_count, (rates.failed, rates.dead, rates.quarantined)),
             *map(_time, (rates.p50_s, rates.p95_s, rates.p99_s, rates.oldest_s)),
         )
-        for rates in found.consumers
+        for rates in snapshot.consumers
     ]
     routes = [
         (rates.name, _number(rates.processed_per_s), _count(rates.failed), _count(rates.dead), _time(rates.oldest_s))
-        for rates in found.routes
+        for rates in snapshot.routes
     ]  # fmt: skip
     at_work = [
         (
             f"{worker.host}:{worker.pid}", worker.kind, worker.state, f"{worker.busy}/{worker.lanes}",
             _count(worker.leases), _count(worker.in_flight),
-            _time(max(0.0, (found.at - worker.started_at).total_seconds())), worker.version,
+            _time(max(0.0, (snapshot.at - worker.started_at).total_seconds())), worker.version,
         )
-        for worker in found.workers
+        for worker in snapshot.workers
     ]  # fmt: skip
     return [
-        f"txbox top  {shown(found.at)} UTC  rates of the last {found.over_s:.0f} s  {workers}",
+        f"txbox top  {shown(snapshot.at)} UTC  rates of the last {snapshot.over_s:.0f} s  {workers}",
         *_table(_CONSUMER, consumers),
         *(_table(_ROUTE, routes) if routes else ()),
         *_table(_WORKER, at_work),
@@ -224,9 +222,9 @@ def _screen(found: Snapshot) -> list[str]:
             clipped(
                 shown(f"{trouble.kind} {trouble.name or 'any'} away for {ago}: {trouble.error}"), 80
             )
-            for worker in found.workers
+            for worker in snapshot.workers
             for trouble in worker.troubles
-            for ago in (_time(max(0.0, found.at.timestamp() - trouble.since_s)),)
+            for ago in (_time(max(0.0, snapshot.at.timestamp() - trouble.since_s)),)
         ),
     ]
 

@@ -36,7 +36,7 @@ from txbox.connections.base import (
     refused_commit,
     store_error,
     sync_async_mismatch,
-    telling,
+    watched_class,
 )
 from txbox.connections.settings import Settings
 from txbox.errors import ConfigurationError, Fault, StoreError, redacted
@@ -166,10 +166,10 @@ class AsyncpgConnection(Connection):
     def usable(self) -> bool:
         return not self.lost and self._loop is asyncio.get_running_loop()
 
-    def watch(self, told: Callable[[str], None]) -> None:
+    def watch(self, on_statement: Callable[[str], None]) -> None:
         # a pool lends proxies, which call the methods of the real connection's class
         raw = getattr(self.native, "_con", self.native)
-        raw.__class__ = telling(type(raw), told, _SENDS)
+        raw.__class__ = watched_class(type(raw), on_statement, _SENDS)
 
     def listen(self, settings: Settings | None) -> None:
         """Hear of the statements and codecs of the handler; without settings, no longer."""
@@ -194,7 +194,7 @@ class AsyncpgConnection(Connection):
             return False
         return True
 
-    def left(self) -> bool:
+    def has_ended(self) -> bool:
         return self._watched and not self.lost and not is_marked(self.native)
 
     @property
@@ -248,9 +248,9 @@ class AsyncpgConnection(Connection):
                 raw._top_xact = None  # noqa: SLF001
             check_committed(await self.native.execute("COMMIT"))
         except (*_ERRORS, StoreError) as error:
-            found = error if isinstance(error, StoreError) else self._failure(error)
-            found.definite = refused_commit(found)
-            raise found from error
+            failure = error if isinstance(error, StoreError) else self._failure(error)
+            failure.definite = refused_commit(failure)
+            raise failure from error
         return results
 
     async def rollback(self) -> None:
@@ -260,7 +260,7 @@ class AsyncpgConnection(Connection):
         try:
             await self._transaction.rollback()
         except _ERRORS as error:
-            # it stays, for `discard` to cancel what a task that was left behind still runs
+            # it stays, for `discard` to cancel what a stray task still runs
             raise self._failure(error) from error
         self._transaction = None
 
@@ -273,8 +273,8 @@ class AsyncpgConnection(Connection):
         elif self._transaction is None:
             self._terminate()
         else:
-            # a cancelled handler left a query running: terminate() would also drop asyncpg's request to
-            # cancel it, and the server would hold the transaction's locks until the query ends
+            # a cancelled handler has a query running: terminate() would also drop asyncpg's request to
+            # cancel it, and the server would keep the transaction's locks until the query ends
             task = self._loop.create_task(self._cancelled_and_closed())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -289,16 +289,16 @@ class AsyncpgConnection(Connection):
             return
 
     def _terminate(self) -> None:
-        # this also frees the place in a pool; a connection that died has already done so
+        # this also frees the slot in a pool; a connection that died has already done so
         if not _closed(self.native):
             self.native.terminate()
 
     def _failure(self, error: BaseException) -> StoreError:
-        found = self.translate(error)
-        if found is None:
+        failure = self.translate(error)
+        if failure is None:
             lost = self.lost or isinstance(error, OSError)
-            found = store_error(error, self._dialect, code=None, lost=lost)
-        return found
+            failure = store_error(error, self._dialect, code=None, lost=lost)
+        return failure
 
 
 # whose statements are heard: an object of asyncpg has no room for more attributes
@@ -344,9 +344,9 @@ class Borrowed(Executor):
         try:
             return await _executed(self._tx, statement)
         except _ERRORS as error:
-            found = translated(error, self.dialect)
+            failure = translated(error, self.dialect)
             lost = _closed(self._tx)
-            raise found or store_error(error, self.dialect, code=None, lost=lost) from error
+            raise failure or store_error(error, self.dialect, code=None, lost=lost) from error
 
 
 def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
@@ -367,11 +367,11 @@ def translated(error: BaseException, sql_dialect: Dialect) -> StoreError | None:
     if not isinstance(error, asyncpg.PostgresError):
         return None
     constraint = getattr(error, "constraint_name", None)
-    found = store_error(error, sql_dialect, code=error.sqlstate, constraint=constraint)
+    failure = store_error(error, sql_dialect, code=error.sqlstate, constraint=constraint)
     if isinstance(error, (asyncpg.InvalidCachedStatementError, asyncpg.OutdatedSchemaCacheError)):
         # the tables changed under a cached statement; asyncpg has emptied its cache
-        found.fault = Fault.PREPARED
-    return found
+        failure.fault = Fault.PREPARED
+    return failure
 
 
 async def _executed(raw: Any, statement: Statement) -> Result:

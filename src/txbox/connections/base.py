@@ -74,8 +74,8 @@ class Database:
     """Where an app's connections come from. Nothing connects before the first `acquire`.
 
     Attributes:
-        name: the database for people: a URL without its password, or the kind of object given.
-        sync: for `def` handlers; None if the object given by the user does not support it.
+        name: the database for people: a URL without its password, or the kind of object.
+        sync: for `def` handlers; None if the user's object does not support it.
         asynchronous: the same for `async def` handlers.
         hosts: looked up, if a connection fails, to tell a wrong name from a server that is down.
         check: what the user should check then.
@@ -190,7 +190,7 @@ class Executor(ABC):
         return result
 
     async def send(self, statement: Statement) -> None:
-        """`execute` for a statement whose result nobody reads.
+        """`execute` for a statement whose result is not read.
 
         While the statements of a handler are deferred, so is this one, and fails as they do: at the next one that
         waits, or with the transaction.
@@ -227,7 +227,7 @@ class ConnectionSource:
 
 
 class Pool(ConnectionSource, ABC, Generic[C]):
-    """Connections that txbox opens itself. The most recently used idle one is taken first.
+    """Connections that txbox opens itself. The most recently used idle one comes first.
 
     Connections never cross a fork: a child process starts with none.
     """
@@ -286,7 +286,7 @@ class Pool(ConnectionSource, ABC, Generic[C]):
         with self._lock:
             while self._idle:
                 connection = self._idle.pop()
-                # a task that a handler left behind may have used it, or set something, since
+                # a stray task of a handler may have used it, or set something, since
                 if connection.usable() and not connection.stained:
                     return connection
                 connection.discard()
@@ -369,15 +369,15 @@ def store_error(
 
 
 def server_message(error: BaseException) -> str:
-    """Return the first line of the server's message without quoted values and passwords; "" if there is none."""
-    told: object = getattr(getattr(error, "diag", None), "message_primary", None)
+    """Return the first line of the server's message without quoted values and passwords; "" without a message."""
+    message: object = getattr(getattr(error, "diag", None), "message_primary", None)
     cause = error.__cause__
-    if told is None and cause is not None and hasattr(cause, "sqlstate") and cause.args:
-        told = cause.args[0]  # asyncpg's, wrapped by SQLAlchemy
-    if told is None and error.args:
+    if message is None and cause is not None and hasattr(cause, "sqlstate") and cause.args:
+        message = cause.args[0]  # asyncpg's, wrapped by SQLAlchemy
+    if message is None and error.args:
         numbered = len(error.args) > 1 and isinstance(error.args[0], int)
-        told = error.args[1 if numbered else 0]
-    line = str(told or "").strip().partition("\n")[0]
+        message = error.args[1 if numbered else 0]
+    line = str(message or "").strip().partition("\n")[0]
     if len(line) > _LINE_MAX:
         line = _OPENING.split(line[:_LINE_MAX], maxsplit=1)[0] + "…"
     state = str(getattr(error, "sqlstate", None) or getattr(cause, "sqlstate", None) or "")
@@ -410,7 +410,7 @@ def dbapi_error(error: BaseException, dialect: Dialect) -> StoreError:
         code = code or getattr(error, "sqlite_errorname", None)
     reports = (getattr(error, "diag", None), error, error.__cause__)
     constraint = next(
-        (found for report in reports if (found := getattr(report, "constraint_name", None))), None
+        (named for report in reports if (named := getattr(report, "constraint_name", None))), None
     )
     # without any code, the driver never got an answer from the server
     lost = code is None and type(error).__name__ in ("OperationalError", "InterfaceError")
@@ -530,31 +530,32 @@ def check_session(driver: Any, *, dates: bool = False) -> None:
                 driver,
                 "client_encoding",
                 encoding,
-                "ids become others: connect with client_encoding=UTF8",
+                "ids become others",
+                "connect with client_encoding=UTF8",
             )
         if style is not None and not style.startswith("ISO"):
             raise _unfit(
                 driver, "DateStyle", style,
-                "its driver cannot read times: connect with options='-c DateStyle=ISO', or ALTER ROLE … SET "
-                "DateStyle = ISO",
+                "its driver cannot read times",
+                "connect with options='-c DateStyle=ISO', or ALTER ROLE … SET DateStyle = ISO",
             )  # fmt: skip
     elif (charset := getattr(driver, "character_set_name", None)) is not None:
         if charset() != "utf8mb4":
             raise _unfit(
-                driver, "charset", charset(), "ids become others: connect with charset=utf8mb4"
+                driver, "charset", charset(), "ids become others", "connect with charset=utf8mb4"
             )
         if not getattr(driver, "use_unicode", True):
             raise _unfit(
-                driver, "use_unicode", "False", "ids come back as bytes: leave use_unicode out"
+                driver, "use_unicode", "False", "ids come back as bytes", "leave use_unicode out"
             )
         if getattr(driver, "server_status", 0) & _UNESCAPED:
             raise _unfit(
                 driver, "sql_mode", "NO_BACKSLASH_ESCAPES",
-                "its driver would send payloads as other bytes, or as SQL: remove it from sql_mode",
+                "its driver would send payloads as other bytes, or as SQL", "remove it from sql_mode",
             )  # fmt: skip
     elif getattr(driver, "text_factory", str) is not str:
         raise _unfit(
-            driver, "text_factory", "not str", "ids come back as other values: leave it at str"
+            driver, "text_factory", "not str", "ids come back as other values", "leave it at str"
         )
 
 
@@ -562,9 +563,9 @@ def check_session(driver: Any, *, dates: bool = False) -> None:
 _UNESCAPED = 512
 
 
-def _unfit(driver: Any, name: str, value: str, so: str) -> ConfigurationError:
+def _unfit(driver: Any, name: str, value: str, so: str, remedy: str) -> ConfigurationError:
     return ConfigurationError(
-        f"The {name} of this {type(driver).__qualname__} is {value}, so {so}."
+        f"The {name} of this {type(driver).__qualname__} is {value}, so {so}", f"{remedy}."
     )
 
 
@@ -573,8 +574,8 @@ def is_marked(driver: Any) -> bool:
 
     A claim on PostgreSQL sets `default_transaction_read_only` to `on` for its own transaction, and the server
     reports that setting on every change. On SQLite the guard row, which cannot be committed, is visible to no
-    other transaction. MySQL offers nothing similar. A closed connection counts as marked: its next statement
-    reports the problem.
+    other transaction. MySQL offers nothing similar. Treat a closed connection as marked; its next
+    statement fails.
     """
     pgconn = getattr(driver, "pgconn", None)
     if pgconn is not None:
@@ -612,10 +613,10 @@ def closes(statements: Statements) -> bool:
 
 
 def check_closed(statement: Statement, result: Result) -> Result:
-    """Return the result, unless it is of a close that names its guard but found none.
+    """Return the result, unless it is of a close whose guard is missing.
 
     Raises:
-        StoreError: the handler left the transaction that claimed its message.
+        StoreError: the handler ended the transaction that claimed its message.
     """
     if statement.name == "close" and not result.rows and "RETURNING" in statement.sql:
         raise handler_left("close found another transaction")
@@ -663,14 +664,14 @@ def handler_left(how: str) -> StoreError:
     )
 
 
-#: Time for a thread or task that a handler left behind to finish its statement.
-TURN_S = 5.0
+#: Time for a thread or task that a handler did not wait for to finish its statement.
+LEFT_BEHIND_S = 5.0
 
 
 async def acquired(lock: asyncio.Lock) -> bool:
-    """Wait for a lock; False if it is not free within `TURN_S`."""
+    """Wait for a lock; False if it is not free within `LEFT_BEHIND_S`."""
     try:
-        async with asyncio.timeout(TURN_S):
+        async with asyncio.timeout(LEFT_BEHIND_S):
             return await lock.acquire()
     except TimeoutError:
         return False
@@ -755,13 +756,13 @@ def _text_of(cursor: Any, query: Any) -> str:
     return str(query)
 
 
-def telling(
+def watched_class(
     kind: Any,
-    told: Callable[[str], None],
+    on_statement: Callable[[str], None],
     names: Iterable[str],
     quiet: Container[str] = frozenset(),
 ) -> Any:
-    """Return a subclass whose methods of these names call `told` with the statement before they send it.
+    """Return a subclass whose methods of these names call `on_statement` with the statement before they send it.
 
     Args:
         quiet: texts of which it need not hear.
@@ -772,9 +773,9 @@ def telling(
 
         def method(self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
             if query.__class__ is not str:
-                told(_text_of(self, query))
+                on_statement(_text_of(self, query))
             elif query not in quiet:
-                told(query)
+                on_statement(query)
             return send(self, query, *args, **kwargs)
 
         return method

@@ -188,16 +188,16 @@ class DjangoConnection(Connection):
         if self._object is not None:
             self._object.restore()
 
-    def watch(self, told: Callable[[str], None]) -> None:
+    def watch(self, on_statement: Callable[[str], None]) -> None:
         def wrapper(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
-            told(str(sql))
+            on_statement(str(sql))
             return execute(sql, params, many, context)
 
         self.native.execute_wrappers.append(wrapper)
         self._wrappers.append(wrapper)
         self._wrapper = wrapper
 
-    def left(self) -> bool:
+    def has_ended(self) -> bool:
         if self.native.closed_in_transaction:
             # only its user closes it
             return self._watched
@@ -226,10 +226,10 @@ class DjangoConnection(Connection):
         try:
             return check_closed(statement, _executed(self.native, statement))
         except (Error, self.native.Database.Error) as error:
-            found = self._failure(error)
-            if self._dialect.name == "mysql" and (size := cut_off_bytes(statement, found)):
-                found = packet_too_large() if size > self._packet_bytes() else found
-            raise found from error
+            failure = self._failure(error)
+            if self._dialect.name == "mysql" and (size := cut_off_bytes(statement, failure)):
+                failure = packet_too_large() if size > self._packet_bytes() else failure
+            raise failure from error
 
     def _packet_bytes(self) -> float:
         """The largest statement that the server takes: it may close the connection without saying so."""
@@ -310,7 +310,7 @@ class DjangoConnection(Connection):
         except (Error, self.native.Database.Error) as error:
             raise not_released(self._failure(error), self.lost) from error
         if self.native.needs_rollback and self.lost:
-            # the server went away behind the failure; here too, Django says that only a rollback is left
+            # the server went away behind the failure; here too, Django says that only a rollback is possible
             raise connection_lost()
         if self.native.needs_rollback:
             raise handler_left("its savepoint is gone")
@@ -342,9 +342,9 @@ class DjangoConnection(Connection):
             atomic, self._atomic = self._atomic, None
             atomic.__exit__(None, None, None)
         except (Error, self.native.Database.Error, StoreError) as error:
-            found = error if isinstance(error, StoreError) else self._failure(error)
-            found.definite = refused_commit(found)
-            raise found from error
+            failure = error if isinstance(error, StoreError) else self._failure(error)
+            failure.definite = refused_commit(failure)
+            raise failure from error
         return results if statements else []
 
     async def rollback(self) -> None:
@@ -384,13 +384,13 @@ class DjangoConnection(Connection):
             atomic.__exit__(type(rolled_back), rolled_back, None)
 
     def _failure(self, error: BaseException) -> StoreError:
-        found = self.translate(error)
-        if found is None:
+        failure = self.translate(error)
+        if failure is None:
             # Django itself refused: the transaction cannot be used any more
-            found = store_error(error, self._dialect, code=None)
-            found.fault = Fault.ABORTED
-        self._fatal = self._fatal or found.fault is Fault.UNAVAILABLE
-        return found
+            failure = store_error(error, self._dialect, code=None)
+            failure.fault = Fault.ABORTED
+        self._fatal = self._fatal or failure.fault is Fault.UNAVAILABLE
+        return failure
 
 
 def _marked() -> StoreError:
@@ -407,11 +407,11 @@ class Borrowed(Executor):
         try:
             return _executed(self._tx, statement)
         except (Error, self._tx.Database.Error) as error:
-            found = _translated(error, self.dialect, self._tx)
-            if found is None:
-                found = store_error(error, self.dialect, code=None)
-                found.fault = Fault.ABORTED
-            raise of_valid_sql(found) from error
+            failure = _translated(error, self.dialect, self._tx)
+            if failure is None:
+                failure = store_error(error, self.dialect, code=None)
+                failure.fault = Fault.ABORTED
+            raise of_valid_sql(failure) from error
 
 
 def borrow(tx: Any, *, is_async: bool, schema: str | None = None) -> Borrowed:
@@ -512,7 +512,7 @@ def _translated(error: BaseException, sql_dialect: Dialect, wrapper: Any) -> Sto
     cause = error.__cause__
     if cause is not None and isinstance(cause, wrapper.Database.Error):
         return dbapi_error(cause, sql_dialect)
-    # Django's own error: it found the connection closed
+    # Django's error for a connection that it knows is closed
     return store_error(
         error, sql_dialect, code=None, lost=isinstance(error, (InterfaceError, OperationalError))
     )

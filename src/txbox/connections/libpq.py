@@ -29,7 +29,7 @@ from txbox.connections.base import (
     connection_lost,
     left_behind,
     refused_commit,
-    telling,
+    watched_class,
 )
 from txbox.connections.settings import Settings
 from txbox.errors import Fault, StoreError
@@ -93,27 +93,27 @@ class Answer(Result):
 class ExclusiveUse:
     """Waits for libpq as psycopg does: only while no other thread or task uses the connection.
 
-    A thread or task that a handler left behind may still use it. It has a few seconds to finish its statement,
-    then the transaction is given up. Either way, the connection is never used again.
+    A thread or task that a handler did not wait for may still use it. It has a few seconds to finish its statement,
+    then the transaction is abandoned. Either way, the connection is never used again.
     """
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
-        #: Somebody else was using it.
-        self.met = False
+        #: Another thread or task was using it.
+        self.contended = False
         #: It did not become free in time.
         self.refused = False
 
-    def taken(self) -> bool:
+    def in_use(self) -> bool:
         """Whether anybody else uses it, has used it or began a transaction on it; does not wait."""
-        return self.met or in_use(self._connection)
+        return self.contended or in_use(self._connection)
 
     def wait(self, steps: Generator[Wait, Ready, R]) -> R:
         raw = self._connection
         lock = raw.lock
         if not lock.acquire(False):
-            self.met = True
-            if self.refused or not lock.acquire(timeout=base.TURN_S):
+            self.contended = True
+            if self.refused or not lock.acquire(timeout=base.LEFT_BEHIND_S):
                 raise self._refusal(steps)
         try:
             answer: R = raw.wait(steps)
@@ -125,7 +125,7 @@ class ExclusiveUse:
         raw = self._connection
         lock = raw.lock
         if lock.locked():
-            self.met = True
+            self.contended = True
             if self.refused or not await acquired(lock):
                 raise self._refusal(steps)
         else:
@@ -142,16 +142,16 @@ class ExclusiveUse:
         return left_behind()
 
     def end_other(self) -> None:
-        """Before the connection is closed, cancel a statement that somebody left running on it.
+        """Cancel a statement that is still running on the connection before closing it.
 
-        Otherwise the server would hold the transaction's locks until it ends. Worse, whoever waits for the
-        answer would read from whatever connection the kernel gives the same file descriptor next.
+        Otherwise the server would keep the transaction's locks until it ends. Worse, the thread waiting for the
+        answer would read from the next connection that gets the same file descriptor.
         """
         if self.refused:
             lock = self._connection.lock
             with suppress(psycopg.Error):
                 self._connection.cancel()
-            if lock.acquire(timeout=base.TURN_S):
+            if lock.acquire(timeout=base.LEFT_BEHIND_S):
                 lock.release()
 
     async def end_other_async(self) -> None:
@@ -165,7 +165,7 @@ class ExclusiveUse:
 
 
 def in_use(raw: Any) -> bool:
-    """Whether somebody uses a connection just now, or has begun a transaction on it; not so if it is lost."""
+    """Whether a connection is in use now, or has an open transaction; not so if it is lost."""
     return raw.lock.locked() or int(raw.pgconn.transaction_status) not in (_IDLE, _UNKNOWN)
 
 
@@ -175,10 +175,10 @@ async def close_idle(pool: Any, count: int, *, is_async: bool) -> None:
 
     for _ in range(count):
         try:
-            taken = pool.getconn(timeout=_IDLE_S)
-            raw = await taken if is_async else taken
+            lent = pool.getconn(timeout=_IDLE_S)
+            raw = await lent if is_async else lent
         except PoolTimeout:
-            # others have taken them
+            # others use them
             return
         raw.pgconn.finish()
         returned = pool.putconn(raw)
@@ -246,7 +246,7 @@ class Pipeline:
 
         Args:
             queue: what was deferred before them; its answers are collected too.
-            meanwhile: called when everything is on its way. What it returns is begun behind a sync of its own,
+            meanwhile: called once everything is sent. What it returns is begun behind a sync of its own,
                 so that nothing here waits for it; `begun` reads its answers.
 
         Raises:
@@ -255,7 +255,7 @@ class Pipeline:
         """
         pgconn = self._connection.pgconn
         sent = _Sent(statements, before, after)
-        queued, syncs = (0, 0) if queue is None else queue.left()
+        queued, syncs = (0, 0) if queue is None else queue.hand_over()
         try:
             if not queued:
                 pgconn.enter_pipeline_mode()
@@ -282,7 +282,7 @@ class Pipeline:
             )
             if error.fault is not Fault.PREPARED or not undone:
                 raise
-        # somebody else who uses the pool had every plan deallocated: prepare again
+        # another user of the pool deallocated every plan: prepare again
         return (yield from self.send(statements, before=before, after=after))
 
     def one_trip(self, statements: Statements) -> Generator[Wait, Ready, list[Result]]:
@@ -342,7 +342,7 @@ class Pipeline:
         name, answers = self._commands.get(key), 1
         if name is None:
             self._named += 1
-            # with the word, for whoever reads the wire
+            # with the word, for readers of the wire
             name = self._commands[key] = b"%s%s_%d" % (self._prefix, sql.split()[0], self._named)
             pgconn.send_prepare(name, sql)
             answers = 2
@@ -359,10 +359,10 @@ class Pipeline:
             raise self._failure(sent, answers)
         if sent.after is COMMIT:
             check_committed(_text(answers[-1].command_status))
-        found = answers[first:last]
+        replies = answers[first:last]
         if parsed:
-            found = _without_parses(statements, parsed, found)
-        return [Answer(connection, answer) for answer in found]
+            replies = _without_parses(statements, parsed, replies)
+        return [Answer(connection, answer) for answer in replies]
 
     def _parse(
         self, pgconn: Any, statement: Statement, parsed: list[Statement]
@@ -391,16 +391,16 @@ class Pipeline:
             # the server went away in the middle of its answers
             return connection_lost(definite=sent.after is not COMMIT)
         error = psycopg.errors.error_from_result(refused)
-        found = self._translate(error) or StoreError(type(error).__name__)
-        if found.fault is Fault.PREPARED:
+        failure = self._translate(error) or StoreError(type(error).__name__)
+        if failure.fault is Fault.PREPARED:
             # a pooler, or the handler's DEALLOCATE ALL, removed them: prepare again
             self.forget()
         last = sent.opening + len(sent.statements) + len(sent.parsed) + sent.closing - 1
         if sent.after is COMMIT and not any(refused is one for one in answers[:last]):
             # COMMIT's own answer, or what a server said that was ended behind it
-            found.definite = refused_commit(found)
-        found.__cause__ = error
-        return found
+            failure.definite = refused_commit(failure)
+        failure.__cause__ = error
+        return failure
 
 
 def _written(
@@ -431,13 +431,13 @@ def _without_parses(
 ) -> list[Any]:
     """Leave out what answers a Parse, which comes before the answer of its statement."""
     waiting, rest = list(parsed), iter(answers)
-    found: list[Any] = []
+    executed: list[Any] = []
     for statement in statements:
         if waiting and waiting[0] is statement:
             waiting.pop(0)
             next(rest)
-        found.append(next(rest))
-    return found
+        executed.append(next(rest))
+    return executed
 
 
 def check_alive(pgconn: Any) -> None:
@@ -466,7 +466,7 @@ def deallocates(connection: Any) -> bool | None:
 
 
 def nothing() -> Generator[Wait, Ready, None]:
-    """Send nothing: just wait until nobody else uses the connection."""
+    """Send nothing: only wait until the connection is free."""
     yield from ()
 
 
@@ -550,7 +550,7 @@ def _elements(values: list[Any]) -> str:
             if "\\" not in texts and texts.count('"') == 2 * (len(values) - 1):
                 return f'"{texts}"'
     except TypeError:
-        pass  # one of them is None
+        pass  # one is None
     return ",".join(map(_element, values))
 
 
@@ -643,7 +643,7 @@ class Watched:
     def _told(self, kind: Any) -> Any:
         known = self._classes.get(kind)
         if known is None:
-            known = self._classes[kind] = telling(kind, self.sent, _SENDS, self.quiet)
+            known = self._classes[kind] = watched_class(kind, self.sent, _SENDS, self.quiet)
         return known
 
     def _lend_adapters(self) -> None:
@@ -687,7 +687,7 @@ def watched_in_pool(
     settings: Settings | None,
     sets: Callable[[SettingChange | None], None],
 ) -> Watched:
-    """Watch a connection of somebody else's pool until `leave`."""
+    """Watch a connection of a foreign pool until `leave`."""
     watched = _watched.get(connection)
     if watched is None:
         watched = _watched[connection] = Watched(connection, settings, sets)
@@ -732,7 +732,7 @@ _PLACEHOLDER = re.compile(r"%(.?)", re.DOTALL)
 # end the transaction is deferred.
 _DEFERRABLE = re.compile(r"\s*(?:select|insert|update|delete|merge|with|values)\b", re.IGNORECASE)
 # Behind so many bytes a sync is sent, well before libpq sends them without one, which it does at 8 kB: to the server, a
-# transaction is idle only behind a sync. Without it, a handler that hangs would hold its rows for as long as it hangs.
+# transaction is idle only behind a sync. Without it, a handler that hangs would lock its rows for as long.
 _SYNC_BYTES = 4096
 # what a statement and each of its values take on the wire, roughly
 _STATEMENT_BYTES, _VALUE_BYTES = 64, 8
@@ -776,19 +776,21 @@ class Plans:
         return any(plan is not None and plan.names for plan in plans)
 
     def find(self, query: str) -> Plan | None:
-        """Return the plan of a query with `%s` placeholders; None for those left to psycopg."""
+        """Return the plan of a query with `%s` placeholders; None for those that psycopg sends."""
         if query in self._known:
             return self._known[query]
         if len(self._known) >= _PLANS_MAX:
             # the handler writes values into its SQL
             return None
-        found = _PLACEHOLDER.findall(query)
-        numbers = iter(range(1, len(found) + 1))
+        placeholders = _PLACEHOLDER.findall(query)
+        numbers = iter(range(1, len(placeholders) + 1))
         sql = _PLACEHOLDER.sub(
             lambda match: f"${next(numbers)}" if match[1] == "s" else match[1], query
         )
-        strange = not _DEFERRABLE.match(query) or any(each not in ("s", "%") for each in found)
-        plan = self._known[query] = None if strange else Plan(sql.encode(), found.count("s"))
+        strange = not _DEFERRABLE.match(query) or any(
+            each not in ("s", "%") for each in placeholders
+        )
+        plan = self._known[query] = None if strange else Plan(sql.encode(), placeholders.count("s"))
         return plan
 
     def of_ours(self, statement: Statement) -> tuple[Plan, tuple[str, ...]]:
@@ -848,7 +850,7 @@ class Queue:
         return True
 
     def send(self, statement: Statement) -> bool:
-        """Send a statement of txbox's whose result nobody reads; False if there is no transaction to send it in."""
+        """Send a statement whose result is not read; False outside a transaction."""
         if not self._may_send():
             return False
         plan, names = self._plans.of_ours(statement)
@@ -923,11 +925,11 @@ class Queue:
         pgconn.pipeline_sync()
         self._syncs += 1
         self._unsynced_bytes = 0
-        # a server whose answers nobody takes from the wire would stop
+        # a server whose answers are not read would stop
         pgconn.consume_input()
         self.stuck = bool(pgconn.flush())
 
-    def left(self) -> tuple[int, int]:
+    def hand_over(self) -> tuple[int, int]:
         """Hand over the outstanding answers to the caller, who collects them; returns how many, and how many syncs."""
         sent, syncs = self.sent, self._syncs
         self.sent = self._syncs = self._unsynced_bytes = 0
@@ -937,7 +939,7 @@ class Queue:
     def drained(self) -> Any:
         """Return the generator, for `wait`, that collects all answers and keeps the first failure."""
         first = self.position - self.sent
-        _, syncs = self.left()
+        _, syncs = self.hand_over()
         answers = yield from collected(self._pgconn, syncs)
         for number, answer in enumerate(answers, first):
             if answer.status not in _FINE:
@@ -957,7 +959,7 @@ def _int_arrays(params: Any) -> tuple[list[bytes], tuple[int, ...]] | None:
     for param in params:
         if param.__class__ is not list or set(map(type, param)) != _INTS:
             return None
-        # the smallest type that can hold the largest number
+        # the smallest type that fits the largest number
         largest = max(*param, -min(param) - 1)
         kind = next((oid for bound, oid in _INT_ARRAYS if largest < bound), None)
         if kind is None:

@@ -68,7 +68,7 @@ _OPTIONS = frozenset({"charset", "unix_socket", "ssl_ca", "ssl_cert", "ssl_key"}
 # methods that set something without a statement
 _SETTERS = ("select_db", "set_charset", "set_character_set")
 _CONVERTERS = ("encoders", "decoders")
-# the server said goodbye, or the driver found it gone: the connection is useless
+# the server said goodbye, or the driver noticed that it is gone: the connection is useless
 _GONE = frozenset(
     {"1053", "1077", "1152", "1158", "1159", "1160", "1161", "1184", "1927", "2006", "2013", "2014", "2055", "4031"}
 )  # fmt: skip
@@ -205,10 +205,10 @@ async def _connected_to(database: MysqlDatabase, address: tuple[str, int], is_as
 
 @cache
 def _kind(is_async: bool) -> Any:
-    """Return the driver's connection class with commands that take turns, even with a thread or task left behind.
+    """Return the driver's connection class with commands that take turns, even with a stray thread or task.
 
     Otherwise two commands would share the socket, and one could read the other's answer, even that of a COMMIT.
-    `met`: somebody else was using it. `refused`: it did not become free in time.
+    `contended`: another thread or task was using it. `refused`: it did not become free in time.
     """
     driver: Any = async_driver("asyncmy", "MySQL").connection if is_async else pymysql.connections
     commands = ("query", "begin", "commit", "rollback", "autocommit")
@@ -217,7 +217,7 @@ def _kind(is_async: bool) -> Any:
     for name in _SETTERS:
         if hasattr(driver.Connection, name):
             turns[name] = _setting(name, getattr(driver.Connection, name))
-    defaults = {"met": False, "refused": False, "sets": None, "settings": None}
+    defaults = {"contended": False, "refused": False, "sets": None, "settings": None}
     return type("Connection", (driver.Connection,), {**defaults, **turns})
 
 
@@ -263,10 +263,10 @@ async def _has_turn(raw: Any, is_async: bool) -> bool:
         return bool(await raw.turn.acquire())
     if not is_async and raw.turn.acquire(blocking=False):
         return True
-    raw.met = True
+    raw.contended = True
     if raw.refused:
         return False
-    return await acquired(raw.turn) if is_async else raw.turn.acquire(timeout=base.TURN_S)
+    return await acquired(raw.turn) if is_async else raw.turn.acquire(timeout=base.LEFT_BEHIND_S)
 
 
 class MysqlConnection(Connection):
@@ -292,9 +292,9 @@ class MysqlConnection(Connection):
 
     def usable(self) -> bool:
         ours = self._loop is None or self._loop is asyncio.get_running_loop()
-        # BEGIN would commit what somebody has begun since
+        # BEGIN would commit a transaction begun since
         begun = self.native.server_status & SERVER_STATUS.SERVER_STATUS_IN_TRANS
-        return ours and not self.lost and not self.native.met and not begun
+        return ours and not self.lost and not self.native.contended and not begun
 
     def restore(self) -> None:
         if self._cursors is None:
@@ -307,22 +307,22 @@ class MysqlConnection(Connection):
     def translate(self, error: BaseException) -> StoreError | None:
         if type(error).__module__.partition(".")[0] not in ("pymysql", "asyncmy"):
             return None
-        found = self._failed(error)
-        if found.fault is Fault.GUARD:
+        failure = self._failed(error)
+        if failure.fault is Fault.GUARD:
             # a missing savepoint has the same code as a missing function that the handler called
-            found.fault = Fault.OTHER
-        return found
+            failure.fault = Fault.OTHER
+        return failure
 
     async def execute(self, statement: Statement) -> Result:
         self._check_open()
         try:
             return await _executed(self.native, statement, self.is_async)
         except self._errors as error:
-            found = self._failed(error)
-            size = cut_off_bytes(statement, found)
+            failure = self._failed(error)
+            size = cut_off_bytes(statement, failure)
             if size and size > await self._packet_bytes():
-                found = packet_too_large()
-            raise found from error
+                failure = packet_too_large()
+            raise failure from error
 
     async def _packet_bytes(self) -> float:
         """The largest statement that the server takes: it may close the connection without saying so."""
@@ -383,9 +383,9 @@ class MysqlConnection(Connection):
         try:
             await _done(self.native.commit(), self.is_async)
         except self._errors as error:
-            found = self._failed(error)
-            found.definite = refused_commit(found)
-            raise found from error
+            failure = self._failed(error)
+            failure.definite = refused_commit(failure)
+            raise failure from error
         return results
 
     async def rollback(self) -> None:
@@ -399,7 +399,7 @@ class MysqlConnection(Connection):
             raise self._failed(error) from error
 
     async def _end_other(self) -> None:
-        """End the server's session: the statement that was left running holds the transaction's locks."""
+        """End the server's session: the statement still running keeps the transaction's locks."""
         try:
             other = await _connected_to(self._database, self.address, self.is_async)
             try:
@@ -517,13 +517,13 @@ def _is_ours(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _interrupt(raw: Any) -> None:
-    """End the command that was left running, before its thread reads a socket number the kernel has reused."""
+    """End the command still running, before its thread reads a socket number the kernel has reused."""
     sock = raw._sock  # noqa: SLF001
     if sock is not None:
         # the server may have ended it before
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-    if raw.turn.acquire(timeout=base.TURN_S):
+    if raw.turn.acquire(timeout=base.LEFT_BEHIND_S):
         raw.turn.release()
 
 

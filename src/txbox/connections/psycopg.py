@@ -35,7 +35,7 @@ from txbox.connections.base import (
     postgresql_url,
     store_error,
     sync_async_mismatch,
-    telling,
+    watched_class,
 )
 from txbox.connections.libpq import (
     BEGIN,
@@ -121,10 +121,10 @@ class PsycopgDatabase(Database):
     @cached_property
     def settings(self) -> str:
         """How to connect. Settings in the URL take precedence."""
-        given = conninfo_to_dict(self.conninfo or "")
+        options = conninfo_to_dict(self.conninfo or "")
         if "PGCONNECT_TIMEOUT" in os.environ:
-            given.setdefault("connect_timeout", os.environ["PGCONNECT_TIMEOUT"])
-        return make_conninfo("", **{**KEEPALIVE, **given})
+            options.setdefault("connect_timeout", os.environ["PGCONNECT_TIMEOUT"])
+        return make_conninfo("", **{**KEEPALIVE, **options})
 
     @property
     def threshold(self) -> int | None:
@@ -154,12 +154,12 @@ class _Connections(Pool["PsycopgConnection"]):
             distrusted, self._distrusted = self._distrusted, 0
             await close_idle(self._pool, distrusted, is_async=self.is_async)
         while in_use(raw := await self._connected(self._pool.getconn)):
-            # a task that somebody left behind has begun a transaction, which would be part of the next one
+            # a stray task has begun a transaction, which would become part of the next one
             raw.pgconn.finish()
             await self._put_back(raw)
         known = self._known.get(raw)
         if known is None:
-            # in the place of one that the pool has closed, usually
+            # usually instead of one that the pool has closed
             for closed in [other for other in list(self._known) if other.closed]:
                 self._known.pop(closed, None)
             database = self._database
@@ -181,7 +181,7 @@ class _Connections(Pool["PsycopgConnection"]):
             self._distrusted = self._pool.get_stats()["pool_available"]
 
     async def release(self, connection: PsycopgConnection) -> None:
-        if connection.taken:
+        if connection.in_use:
             connection.discard()
             return
         if self._pool is None:
@@ -299,24 +299,24 @@ class PsycopgConnection(Connection):
         return bool(self._pgconn.status == _BAD)
 
     @property
-    def taken(self) -> bool:
-        """Whether somebody a handler left behind uses it; then nobody else may get it."""
-        return self._use.taken()
+    def in_use(self) -> bool:
+        """Whether a thread or task that a handler did not wait for uses it; then it must not be reused."""
+        return self._use.in_use()
 
     def usable(self) -> bool:
-        if self._pgconn.status == _BAD or self._use.taken():
+        if self._pgconn.status == _BAD or self._use.in_use():
             return False
         return self._loop is None or self._loop is asyncio.get_running_loop()
 
-    def watch(self, told: Callable[[str], None]) -> None:
+    def watch(self, on_statement: Callable[[str], None]) -> None:
         raw, sends = self.native, ("execute", "executemany", "stream", "copy")
-        raw.cursor_factory = telling(raw.cursor_factory, told, sends)
-        raw.server_cursor_factory = telling(raw.server_cursor_factory, told, sends)
+        raw.cursor_factory = watched_class(raw.cursor_factory, on_statement, sends)
+        raw.server_cursor_factory = watched_class(raw.server_cursor_factory, on_statement, sends)
         # psycopg's own methods send these without a cursor
-        raw.commit = partial(told, "COMMIT")
-        raw.rollback = partial(told, "ROLLBACK")
+        raw.commit = partial(on_statement, "COMMIT")
+        raw.rollback = partial(on_statement, "ROLLBACK")
 
-    def left(self) -> bool:
+    def has_ended(self) -> bool:
         return self._watched and (self._is_closed() or not is_marked(self.native))
 
     def translate(self, error: BaseException) -> StoreError | None:
@@ -477,7 +477,7 @@ class PsycopgConnection(Connection):
     ) -> list[Result]:
         self._check_open()
         queue = self._stop_deferring()
-        if self._use.met or self.stained:
+        if self._use.contended or self.stained:
             then = None
         try:
             results: list[Result] = await self._turn(

@@ -143,7 +143,7 @@ class Settings:
         rows = self._rows
         change = None if text in OURS else self._read(text[:_TEXT_CHARACTERS_MAX])
         if rows is not self._rows:
-            # another thread has read the catalogue meanwhile
+            # another thread has read the catalogue in between
             return self.of(text)
         # statements with values in them would fill the memory
         if len(self.quiet) + len(self._texts) >= _TEXTS_MAX:
@@ -156,27 +156,27 @@ class Settings:
         return change
 
     def _read(self, text: str) -> SettingChange | None:
-        found = self._in(text, self._pattern)
-        return self._of_names(text, found) if self._named else found
+        change = self._in(text, self._pattern)
+        return self._of_names(text, change) if self._named else change
 
-    def _of_names(self, text: str, found: SettingChange | None) -> SettingChange | None:
+    def _of_names(self, text: str, change: SettingChange | None) -> SettingChange | None:
         functions, used = self._named.get("function", {}), self._named.get("used", {})
         written = self._named.get("written", {}) if _WRITES.search(text) else {}
         for match in _WORD.finditer(text):
             name = match["name"].lower()
             if match["called"]:
-                found = _longer(found, functions.get(name))
-            found = _longer(_longer(found, used.get(name)), written.get(name))
-        return found
+                change = _longer(change, functions.get(name))
+            change = _longer(_longer(change, used.get(name)), written.get(name))
+        return change
 
     def _in(self, text: str, pattern: re.Pattern[str]) -> SettingChange | None:
-        found = None
+        change = None
         # with its comments as well: what looks like one may be part of a string
         for seen in {text, _COMMENT.sub(" ", text)}:
             for match in pattern.finditer(seen):
                 by = " ".join(match[0].split()).lstrip(";$'\" ")[:40]
-                found = _longer(found, SettingChange(match["function"] or by, _lasts(match)))
-        return found
+                change = _longer(change, SettingChange(match["function"] or by, _lasts(match)))
+        return change
 
 
 def _text(value: Any) -> str:

@@ -4,7 +4,7 @@ A connection's methods are written once, in blocking calls; an async one runs th
 bridge. A handler's Session is bound to txbox's connection and works in a savepoint. Its commit() and rollback() end
 the savepoint, never the transaction.
 
-SQLAlchemy's execution costs more than the statement, so txbox's own statements use it only if somebody watches: when
+SQLAlchemy's execution costs more than the statement, so txbox's own statements use it only for event listeners: when
 the engine has listeners or echoes. Otherwise they go through a driver cursor or, with psycopg, through libpq's
 pipeline, where BEGIN and claim, and close and COMMIT, take one round trip each.
 """
@@ -250,7 +250,7 @@ class SQLAlchemyConnection(Connection):
         if self._maker is None:
             return self.bind
         if self._session is not None and (self._has_ended() or not _sync(self._session).is_active):
-            # this transaction is lost, but the next call must not inherit what the last one left behind
+            # this transaction is lost, but the next call must not inherit the state of the last one
             self._spoilt.append(self._session)
             self._session = self._shared = None
         if self._session is None:
@@ -267,21 +267,21 @@ class SQLAlchemyConnection(Connection):
         shared = self._shared
         return shared is not None and _sync(self._session).get_transaction() is not shared
 
-    def watch(self, told: Callable[[str], None]) -> None:
+    def watch(self, on_statement: Callable[[str], None]) -> None:
         def sent(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
-            told(statement)
+            on_statement(statement)
 
         def commits(_conn: Any) -> None:
-            told("COMMIT")
+            on_statement("COMMIT")
 
         def rolls_back(_conn: Any) -> None:
-            told("ROLLBACK")
+            on_statement("ROLLBACK")
 
         event.listen(self._raw, "before_cursor_execute", sent)
         event.listen(self._raw, "commit", commits)
         event.listen(self._raw, "rollback", rolls_back)
 
-    def left(self) -> bool:
+    def has_ended(self) -> bool:
         if self._raw.closed:
             # a lost connection is invalidated; only its user closes it
             return self._watched
@@ -338,7 +338,7 @@ class SQLAlchemyConnection(Connection):
 
     @_bridged
     def check_maker(self) -> None:
-        """Check that the sessions of the maker use the connection they are given.
+        """Check that the sessions of the maker use the connection passed to them.
 
         Raises:
             ConfigurationError: they choose another one.
@@ -364,10 +364,10 @@ class SQLAlchemyConnection(Connection):
         try:
             return self._wire.execute(statement)
         except self._errors as error:
-            found = self._failure(error)
-            if self._dialect.name == "mysql" and (size := cut_off_bytes(statement, found)):
-                found = packet_too_large() if size > self._packet_bytes() else found
-            raise found from _reason(error)
+            failure = self._failure(error)
+            if self._dialect.name == "mysql" and (size := cut_off_bytes(statement, failure)):
+                failure = packet_too_large() if size > self._packet_bytes() else failure
+            raise failure from _reason(error)
 
     def _sent(self, statements: Statements) -> list[Result]:
         """Execute them one by one where one may be too large; otherwise the wire sends them together."""
@@ -451,7 +451,7 @@ class SQLAlchemyConnection(Connection):
     @_bridged
     def commit(self, statements: Statements) -> list[Result]:
         if self._session is not None:
-            # nobody uses its objects any more
+            # its objects are no longer used
             _sync(self._session).expire_on_commit = False
         self._end_calls()
         try:
@@ -465,9 +465,9 @@ class SQLAlchemyConnection(Connection):
                 self._wire.end(self._dialect)
             self._transaction.commit()
         except self._errors as error:
-            found = self._failure(error)
-            found.definite = refused_commit(found)
-            raise found from _reason(error)
+            failure = self._failure(error)
+            failure.definite = refused_commit(failure)
+            raise failure from _reason(error)
         self._ended()
         return results
 
@@ -485,10 +485,10 @@ class SQLAlchemyConnection(Connection):
         try:
             _sync(self._session).commit()
         except Exception as error:
-            found = self.translate(error)
-            if found is not None and _savepoint_gone(error, found):
+            failure = self.translate(error)
+            if failure is not None and _savepoint_gone(error, failure):
                 raise handler_left("its session's savepoint is gone") from error
-            raise Raised(error, found, self.lost) from error
+            raise Raised(error, failure, self.lost) from error
 
     @_bridged
     def rollback(self) -> None:
@@ -517,7 +517,7 @@ class SQLAlchemyConnection(Connection):
         try:
             if not self.lost:
                 self.restore()
-                if self._wire.taken or self.stained:
+                if self._wire.in_use or self.stained:
                     # what the engine's listeners have set is not ours to set again
                     self._close()
                     return
@@ -536,7 +536,7 @@ class SQLAlchemyConnection(Connection):
             self._close()
             return
         # inside the bridge a driver closes in an orderly way: asyncpg, for one, also cancels the query
-        # of a cancelled handler, whose locks the server would otherwise hold
+        # of a cancelled handler, whose locks the server would otherwise keep
         task = asyncio.get_running_loop().create_task(self._closed())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -557,13 +557,13 @@ class SQLAlchemyConnection(Connection):
         self._raw.close()
 
     def _failure(self, error: BaseException) -> StoreError:
-        found = error if isinstance(error, StoreError) else self.translate(error)
-        if found is None:
-            found = (
+        failure = error if isinstance(error, StoreError) else self.translate(error)
+        if failure is None:
+            failure = (
                 handler_left("it closed its connection") if self._raw.closed else unusable(error)
             )
-        self._fatal = self._fatal or found.fault is Fault.UNAVAILABLE
-        return found
+        self._fatal = self._fatal or failure.fault is Fault.UNAVAILABLE
+        return failure
 
 
 def _reason(error: BaseException) -> BaseException | None:
@@ -576,10 +576,10 @@ def _in_sqlite_transaction(raw: sa.Connection) -> bool:
     return bool(driver.in_transaction)
 
 
-def _savepoint_gone(error: BaseException, found: StoreError) -> bool:
+def _savepoint_gone(error: BaseException, failure: StoreError) -> bool:
     """Whether a session could not release its savepoint because it no longer exists."""
     return (
-        savepoint_is_gone(found)
+        savepoint_is_gone(failure)
         and isinstance(error, exc.StatementError)
         and (error.statement or "").startswith("RELEASE SAVEPOINT")
     )
@@ -590,7 +590,7 @@ def _sync(session: Any) -> Any:
 
 
 def _binds(session: orm.Session) -> list[Any]:
-    """What a session may take its connections from, as far as it can be asked."""
+    """What a session may get its connections from, as far as it says."""
     binds: list[Any] = [session.get_bind()]
     # a private name until SQLAlchemy 2.1
     private: Any = session
@@ -656,8 +656,8 @@ class Borrowed(Executor):
         try:
             return self._wire.execute(statement)
         except exc.SQLAlchemyError as error:
-            found = translated(error, self.dialect, raw.dialect)
-            raise of_valid_sql(found or unusable(error)) from error
+            failure = translated(error, self.dialect, raw.dialect)
+            raise of_valid_sql(failure or unusable(error)) from error
 
 
 def _check_once(raw: sa.Connection, *, dates: bool) -> None:
@@ -676,8 +676,8 @@ def _wire_of(raw: sa.Connection) -> Watched:
 
 async def _connection_of(session: Any, sql_dialect: Dialect, *, is_async: bool) -> Any:
     try:
-        asked = session.connection()
-        return await asked if is_async else asked
+        connecting = session.connection()
+        return await connecting if is_async else connecting
     except exc.SQLAlchemyError as error:
         engine = _bind_of(session)
         raise translated(error, sql_dialect, engine.dialect) or unusable(error) from error
@@ -744,7 +744,7 @@ def style_of(driver: sa.Dialect) -> Style:
 
 
 def autocommits(raw: sa.Connection) -> bool:
-    """Whether each statement would commit by itself. Asks the driver's object, not the server."""
+    """Whether each statement would commit on its own. Asks the driver's object, not the server."""
     if raw.closed or raw.invalidated:
         return False
     if raw.dialect.name == "sqlite":
@@ -768,10 +768,10 @@ def translated(error: BaseException, sql_dialect: Dialect, driver: sa.Dialect) -
         cause = error.orig
         if cause is None:
             return None
-        found = dbapi_error(cause, sql_dialect)
-        if error.connection_invalidated and found.fault is not Fault.UNAVAILABLE:
-            return StoreUnavailable(str(found), fault=Fault.UNAVAILABLE, code=found.code)
-        return found
+        failure = dbapi_error(cause, sql_dialect)
+        if error.connection_invalidated and failure.fault is not Fault.UNAVAILABLE:
+            return StoreUnavailable(str(failure), fault=Fault.UNAVAILABLE, code=failure.code)
+        return failure
     return dbapi_error(error, sql_dialect) if isinstance(error, driver_error(driver)) else None
 
 
@@ -798,8 +798,8 @@ class Wire(Protocol):
     def rolled_back(self) -> None: ...
 
     @property
-    def taken(self) -> bool:
-        """Whether a thread or task that a handler left behind uses the connection; then nobody else may get it."""
+    def in_use(self) -> bool:
+        """Whether a thread or task that a handler did not wait for uses the connection; then it must not be reused."""
         ...
 
     def give_up(self) -> None: ...
@@ -835,7 +835,7 @@ class Watched:
     def rolled_back(self) -> None: ...
 
     @property
-    def taken(self) -> bool:
+    def in_use(self) -> bool:
         return False
 
     def give_up(self) -> None: ...
@@ -923,8 +923,8 @@ class Libpq:
         return self._wait(self._pipeline.one_trip(statements))
 
     @property
-    def taken(self) -> bool:
-        return self._use.taken()
+    def in_use(self) -> bool:
+        return self._use.in_use()
 
     def give_up(self) -> None:
         if self._raw.dialect.is_async:
@@ -955,7 +955,7 @@ class Libpq:
 
 
 def wire(raw: sa.Connection, dialect: Dialect, style: Style) -> Wire:
-    """Return the fastest way that hides nothing from whoever is watching."""
+    """Return the fastest way that hides nothing from event listeners."""
     engine: Any = raw.engine
     # private attributes; a release without them has every statement watched
     if (

@@ -116,13 +116,13 @@ class _Connections(Pool["SqliteConnection"]):
         driver = aiosqlite.Connection(lambda: raw, 64)
         # an app that was not closed must not keep the interpreter from exiting
         driver._thread.daemon = True  # noqa: SLF001 - has no public name
-        # with a connection it starts without waiting: nobody can be cancelled here and lose what was opened
+        # with a connection it starts without waiting: no cancellation here can lose what was opened
         driver._connection = raw  # noqa: SLF001 - has no public name
         return SqliteConnection(raw, database, await driver)
 
 
 async def _in_thread(path: str) -> _Heard:
-    """Open in a thread. If the caller is cancelled meanwhile, what was opened is closed.
+    """Open in a thread. If the caller is cancelled, the new connection is closed.
 
     Not in the driver's thread: after a failure it would reply to a loop that may be closed by then.
     """
@@ -174,7 +174,7 @@ def _write_ahead(raw: sqlite3.Connection) -> None:
     try:
         raw.execute("PRAGMA journal_mode = WAL")
     except sqlite3.OperationalError as error:
-        # whoever holds the file sets the mode itself, or the next connection does
+        # the process with the lock sets the mode, or the next connection does
         if not error.sqlite_errorname.startswith("SQLITE_BUSY"):
             raise
 
@@ -182,11 +182,11 @@ def _write_ahead(raw: sqlite3.Connection) -> None:
 class _Heard(sqlite3.Connection):
     """A connection whose handler is heard: what it sends, and what it sets by other means."""
 
-    # as the driver's own, for whoever looks
+    # as the driver's own, for inspection
     __module__, __qualname__ = "sqlite3", "Connection"
     settings: Settings | None = None
     sets: Callable[[SettingChange | None], None] | None = None
-    # what needs no look
+    # needs no check
     quiet: AbstractSet[str] = frozenset(("BEGIN IMMEDIATE",))
 
     def sent(self, text: str) -> None:
@@ -267,24 +267,24 @@ class SqliteConnection(Connection):
         raw.settings, raw.sets = database.handler_settings, self.sets
         self._watched = self._discarded = False
 
-    def watch(self, told: Callable[[str], None]) -> None:
+    def watch(self, on_statement: Callable[[str], None]) -> None:
         def authorize(action: int, name: str | None, *_: str | None) -> int:
             if action != _TRANSACTION:
                 return sqlite3.SQLITE_OK
             try:
-                told(str(name))
+                on_statement(str(name))
             except Exception:  # noqa: BLE001
                 # SQLite ignores exceptions of an authorizer: refuse the statement
                 return sqlite3.SQLITE_DENY
             return sqlite3.SQLITE_OK
 
         # what is traced has its values filled in
-        self._raw.set_trace_callback(lambda sql: told(_VALUE.sub("?", sql)))
+        self._raw.set_trace_callback(lambda sql: on_statement(_VALUE.sub("?", sql)))
         self._raw.set_authorizer(authorize)
         # an exception ends the statement
-        self._raw.set_progress_handler(lambda: told(""), _WATCHED_STEPS)
+        self._raw.set_progress_handler(lambda: on_statement(""), _WATCHED_STEPS)
 
-    def left(self) -> bool:
+    def has_ended(self) -> bool:
         # only its user closes a connection to a file
         return self._watched and (self.lost or not is_marked(self._raw))
 
@@ -303,11 +303,11 @@ class SqliteConnection(Connection):
     def translate(self, error: BaseException) -> StoreError | None:
         if not isinstance(error, sqlite3.Error):
             return None
-        found = store_error(error, self._dialect, code=_code_of(error))
-        if found.fault is Fault.GUARD:
+        failure = store_error(error, self._dialect, code=_code_of(error))
+        if failure.fault is Fault.GUARD:
             # a handler can trigger close's error code with its own data
-            found.fault = Fault.OTHER
-        return found
+            failure.fault = Fault.OTHER
+        return failure
 
     async def execute(self, statement: Statement) -> Result:
         self._check_open()
@@ -338,7 +338,7 @@ class SqliteConnection(Connection):
                 await begun
         except sqlite3.Error as error:
             raise self._failed(error) from error
-        # a transaction that claims nothing has no guard to look for
+        # a transaction that claims nothing has no guard
         self._watched = "arm" in map(_NAME, statements)
         results = await self._sent(statements)
         self.changed = None
@@ -372,10 +372,10 @@ class SqliteConnection(Connection):
             if self.is_async:
                 await committed
         except sqlite3.Error as error:
-            found = self._failed(error)
+            failure = self._failed(error)
             # after a failed write, what the next connection reads is up to the disk
-            found.definite = refused_commit(found)
-            raise found from error
+            failure.definite = refused_commit(failure)
+            raise failure from error
         return results
 
     async def rollback(self) -> None:
@@ -405,7 +405,7 @@ class SqliteConnection(Connection):
         driver.join(_QUIET_END_S)
         try:
             while driver.is_alive():
-                # statements nobody waits for must not keep their locks; a queued one may start later
+                # abandoned statements must not keep their locks; a queued one may start later
                 self._raw.interrupt()
                 driver.join(0.01)
         except sqlite3.ProgrammingError:

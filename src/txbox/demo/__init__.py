@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     stream = build_stream(max(10, options.payments), duplicates=options.duplicates, seed=seed)
     result = _race(directory, stream, kills=options.kills, seconds=options.seconds, show=show)
     if options.json:
-        found = {**result, "seed": seed, "directory": str(directory)}
-        sys.stdout.write(f"{json.dumps(found, indent=2)}\n")
+        report = {**result, "seed": seed, "directory": str(directory)}
+        sys.stdout.write(f"{json.dumps(report, indent=2)}\n")
     else:
         _report(result, directory, show)
     return 0 if result["txbox"]["right"] else 1
@@ -99,13 +99,13 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 the books of txbox are right, 1 they are wrong. Example: txbox demo --seconds 30",
     )
     add = parser.add_argument
-    for name, kind, default, metavar, told in (
+    for name, kind, default, metavar, help_text in (
         ("payments", int, 400, "N", "distinct payments"),
         ("duplicates", float, 0.1, "SHARE", "how many come twice"),
         ("kills", int, 12, "N", "of each process"),
         ("seconds", float, 16, "N", "how long the stream lasts"),
     ):
-        text = f"{told} (default {default})"
+        text = f"{help_text} (default {default})"
         add(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
     add("--seed", type=int, metavar="N", help="for the same stream again")
     where = "where the databases go (default: a temporary directory, which is kept)"
@@ -177,8 +177,8 @@ def build_stream(payments: int, *, duplicates: float, seed: int) -> Stream:
         if number % 40 == 7:
             body["flaky"] = True
         placed.append((number, Delivery(payment, json.dumps(body).encode())))
-    for place in draw.sample(range(payments), round(payments * duplicates)):
-        placed.append((place + draw.uniform(0.5, 12.0), placed[place][1]))
+    for index in draw.sample(range(payments), round(payments * duplicates)):
+        placed.append((index + draw.uniform(0.5, 12.0), placed[index][1]))
     placed.sort(key=lambda entry: entry[0])
     return Stream([delivery for _, delivery in placed], right, f"pay-{poison:04d}")
 
@@ -245,7 +245,7 @@ class _Side:
         )  # fmt: skip
 
     def watch(self, passed_s: float) -> bool:
-        """Kill the process when that is due, and start it again; returns whether no kill is left.
+        """Kill the process when that is due, and start it again; returns whether all kills are done.
 
         Raises:
             TxboxError: it ended by itself.
@@ -297,7 +297,7 @@ class _Naive(_Side):
     def send(self, delivery: Delivery) -> None:
         self._queue.write(delivery.payload + b"\n")
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Refresh the figures; returns whether everything sent so far is finished."""
         ((self.booked,),) = _rows(self.database, "SELECT count(*) FROM payment")
         receipts, offset = self.path.with_suffix(".receipts"), self.path.with_suffix(".offset")
@@ -305,7 +305,7 @@ class _Naive(_Side):
         return offset.exists() and int(offset.read_text()) == self._queue.tell()
 
     def figures(self, stream: Stream) -> dict[str, Any]:
-        # its log is the only place that knows
+        # only its log knows
         log = self.path.with_suffix(".log").read_bytes()
         self.retries = log.count(b"retry ")
         return {**super().figures(stream), "dropped": log.count(b"dropped ")}
@@ -330,7 +330,7 @@ class _Txbox(_Side):
         self._app.send(Message(id=delivery.id, topic=TOPIC, payload=delivery.payload))
         self.sent += 1
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Refresh the figures; returns whether everything sent so far is finished."""
         # first: when this is nothing, the other figures are final
         ((self.retries, self.unfinished),) = _rows(self.database, _RETRIES_AND_UNFINISHED)
@@ -379,7 +379,7 @@ def _race(
                 naive.send(delivery)
                 txbox.send(delivery)
             calm = [naive.watch(passed_s), txbox.watch(passed_s)]
-            done = [naive.look(), txbox.look()]
+            done = [naive.poll(), txbox.poll()]
             if txbox.sent == total and all(calm):
                 sent_at_s = sent_at_s or passed_s
                 finished = all(done) or passed_s > sent_at_s + _SETTLE_S

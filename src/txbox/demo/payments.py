@@ -18,7 +18,7 @@ TOPIC, CONSUMER = "payments", "billing"
 
 def build(directory: Path) -> App:
     """The service, on a SQLite file in `directory`."""
-    short = timedelta(seconds=1.5)  # so that what a killed worker held is soon free again
+    short = timedelta(seconds=1.5)  # so that the rows of a killed worker are soon free again
     app = App(
         f"sqlite:///{directory / 'txbox.db'}",
         # the demo kills far more often than a message that crashes its process would be forgiven
@@ -33,7 +33,7 @@ def build(directory: Path) -> App:
         receipt = {"payment": message.body["payment"], "amount": message.body["amount"]}
         app.outbox.stage(tx, "receipts", receipt, key=str(message.body["customer"]))
 
-    # nobody publishes this topic: the relay hands it to this consumer
+    # without a destination: the relay hands it to this consumer
     @app.handler("receipts", consumer="mailroom")
     def send_receipt(message: Message[dict[str, Any]], tx: sqlite3.Connection) -> None:
         tx.execute("INSERT INTO receipt (payment) VALUES (?)", (message.body["payment"],))
@@ -59,7 +59,7 @@ def _die_when_asked(side: Path) -> None:
 
 
 def __getattr__(name: str) -> App:
-    # built when asked for: importing this module must not need the demo's directory
+    # built lazily: importing this module must not need the demo's directory
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     directory = Path(os.environ[DIRECTORY])

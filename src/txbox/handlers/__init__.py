@@ -67,26 +67,26 @@ class Resolver(Protocol):
         ...
 
 
-def check_path(option: str, given: object) -> None:
+def check_path(option: str, source: object) -> None:
     """Check an option that may be a path, so that a typo does not quarantine every message.
 
     Raises:
         ConfigurationError: no message has this path.
     """
-    if given is None or callable(given):
+    if source is None or callable(source):
         return
-    if not isinstance(given, str):
-        raise ConfigurationError(f"{option} is {given!r}: give a callable or a path.")
-    head, dot, rest = given.partition(".")
+    if not isinstance(source, str):
+        raise ConfigurationError(f"{option} is {source!r}: give a callable or a path.")
+    head, dot, rest = source.partition(".")
     if head not in _HEADS or (dot and not all(rest.split("."))) or (head == "headers" and not rest):
         raise ConfigurationError(
-            f'{option} is {given!r}: use a callable or a path such as "body.order.id", "headers.name" or "key".'
+            f'{option} is {source!r}: use a callable or a path such as "body.order.id", "headers.name" or "key".'
         )
 
 
-def extractor_of(given: Extractor | str | None) -> Extractor | None:
-    """Return the callable itself, or one that follows a path; None if nothing was given."""
-    return functools.partial(_at_path, given) if isinstance(given, str) else given
+def extractor_of(source: Extractor | str | None) -> Extractor | None:
+    """Return the callable itself, or one that follows a path; None for None."""
+    return functools.partial(_at_path, source) if isinstance(source, str) else source
 
 
 def _at_path(path: str, message: Message[Any]) -> object:
@@ -157,22 +157,22 @@ def resolved(function: F, resolver: Resolver | None, *, transactional: bool, is_
         opened = resolver(annotations, is_async=is_async, transactional=transactional)
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"The handler {name} cannot be given its parameters: {error}"
+            f"The parameters of the handler {name} cannot be supplied: {error}"
         ) from error
 
-    def call(given: Any, *tx: Any) -> Any:
-        with opened(given, tx[0] if tx else None) as values:  # type: ignore[union-attr]
-            return function(given, *tx, **values)
+    def call(argument: Any, *tx: Any) -> Any:
+        with opened(argument, tx[0] if tx else None) as values:  # type: ignore[union-attr]
+            return function(argument, *tx, **values)
         raise _swallowed(name)
 
-    async def call_async(given: Any, *tx: Any) -> Any:
-        entered = opened(given, tx[0] if tx else None)
+    async def call_async(argument: Any, *tx: Any) -> Any:
+        entered = opened(argument, tx[0] if tx else None)
         if isinstance(entered, AbstractAsyncContextManager):
             async with entered as values:
-                return await function(given, *tx, **values)
+                return await function(argument, *tx, **values)
         else:
             with entered as values:
-                return await function(given, *tx, **values)
+                return await function(argument, *tx, **values)
         raise _swallowed(name)
 
     wrapped: Any = functools.wraps(function)(call_async if is_async else call)
@@ -420,16 +420,16 @@ class Options(TypedDict, total=False):
     mode: Literal["inline", "stored"]
 
 
-def exceptions_of(given: Any) -> tuple[type[Exception], ...]:
+def exceptions_of(classes: Any) -> tuple[type[Exception], ...]:
     """Return `reject_on=` as a tuple; a single class is accepted too.
 
     Raises:
         ConfigurationError: it holds something else.
     """
-    kinds = (given,) if isinstance(given, type) else tuple(given)
+    kinds = (classes,) if isinstance(classes, type) else tuple(classes)
     if not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
         raise ConfigurationError(
-            f"reject_on is {given!r}: give exception classes, as in (ValueError, KeyError)."
+            f"reject_on is {classes!r}: give exception classes, as in (ValueError, KeyError)."
         )
     return kinds
 
@@ -588,26 +588,26 @@ class Handler:
         extract = extractor_of(self.options.sequence)
         assert extract is not None
         try:
-            found = extract(message)
+            version = extract(message)
         except BaseException as error:
             # an extractor is user code run on unchecked input: blame the message
             raise UnusableMessage(
                 f"sequence= raised {blamed(error)} on this message: check the extractor against the payload."
             ) from error
         if (
-            isinstance(found, str)
+            isinstance(version, str)
             and _in_header(self.options.sequence)
-            and _DECIMAL.fullmatch(found)
+            and _DECIMAL.fullmatch(version)
         ):
             # header values are always text
-            found = int(found)
-        if not isinstance(found, int) or isinstance(found, bool) or message.key is None:
+            version = int(version)
+        if not isinstance(version, int) or isinstance(version, bool) or message.key is None:
             raise UnusableMessage("sequence= needs an integer version and a message with a key.")
-        if not -SEQUENCE_MAX <= found <= SEQUENCE_MAX:
+        if not -SEQUENCE_MAX <= version <= SEQUENCE_MAX:
             raise UnusableMessage(
                 f"sequence= gave a version out of range: it must be between {-SEQUENCE_MAX} and {SEQUENCE_MAX}."
             )
-        return found
+        return version
 
     def lock_key(self, message: Message[Any]) -> str | None:
         """Return what the handler locks for this message, according to `lock_key=`; None if that is unknown."""
@@ -615,8 +615,8 @@ class Handler:
         if extract is None:
             return None
         try:
-            found = extract(message)
-            return None if found is None else str(found)
+            value = extract(message)
+            return None if value is None else str(value)
         except BaseException as error:  # noqa: BLE001  # user code on unchecked input; decoding will report the error
             blamed(error)
             return None
@@ -649,8 +649,8 @@ def _unreadable(error: Exception, message_id: str) -> UnusableMessage:
     return unusable
 
 
-def _in_header(given: Extractor | str | None) -> bool:
-    return isinstance(given, str) and given.startswith("headers.")
+def _in_header(source: Extractor | str | None) -> bool:
+    return isinstance(source, str) and source.startswith("headers.")
 
 
 def _check_sizes(message: Message[Any], limits: Limits) -> None:
@@ -791,41 +791,41 @@ class Handlers:
         return handler
 
     def order_of(self, consumer: str) -> tuple[bool, bool]:
-        """Whether only the heads of keys may be taken for a consumer, and whether dead rows stay heads."""
+        """Whether only the heads of keys may run for a consumer, and whether dead rows stay heads."""
         options = [handler.options for handler in self._handlers if handler.consumer == consumer]
         return any(one.ordered for one in options), any(one.dead_blocks for one in options)
 
     def matching(self, topic: str, kind: str | None, consumer: str | None = None) -> list[Handler]:
         """Return the handlers for a topic and type, at most one per consumer; optionally of one consumer only."""
         try:
-            found = self._matches.get((topic, kind))
+            matches = self._matches.get((topic, kind))
         except TypeError:
             # a topic or type that is not text, such as a list
             return []
-        if found is None:
-            found = [handler for handler in self._handlers if handler.matches(topic, kind)]
+        if matches is None:
+            matches = [handler for handler in self._handlers if handler.matches(topic, kind)]
             if len(self._matches) > _MATCHES_MAX:
                 self._matches.clear()
-            self._matches[topic, kind] = found
+            self._matches[topic, kind] = matches
         return (
-            found
+            matches
             if consumer is None
-            else [handler for handler in found if handler.consumer == consumer]
+            else [handler for handler in matches if handler.consumer == consumer]
         )
 
     def only(self, message: Message[Any], consumer: str | None) -> Handler | None:
         """Return the one handler for a message's topic and type; None when no handler consumes them.
 
         Raises:
-            ConfigurationError: several match and `consumer` is not given, the consumer has no
+            ConfigurationError: several match without a `consumer`, the consumer has no
                 handler for this topic, or this is not a Message.
         """
         check_message(message)
-        found = self.matching(message.topic, message.type, consumer)
-        if len(found) == 1:
-            return found[0]
-        if found:
-            names = ", ".join(repr(handler.consumer) for handler in found)
+        matches = self.matching(message.topic, message.type, consumer)
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            names = ", ".join(repr(handler.consumer) for handler in matches)
             raise ConfigurationError(
                 f"Several consumers take topic {message.topic!r} ({names}): say which with consumer=."
             )
@@ -861,15 +861,15 @@ class Handlers:
         return list(dict.fromkeys(handler.topic for handler in self._handlers))
 
 
-def check_message(given: object) -> None:
-    """Check that a verb was given a Message.
+def check_message(message: object) -> None:
+    """Check that a verb got a Message.
 
     Raises:
         ConfigurationError: it is something else.
     """
-    if not isinstance(given, Message):
+    if not isinstance(message, Message):
         raise ConfigurationError(
-            f"This is {with_article(type(given).__name__)}, not a Message: pass Message(topic=…, id=…, payload=…)."
+            f"This is {with_article(type(message).__name__)}, not a Message: pass Message(topic=…, id=…, payload=…)."
         )
 
 
@@ -877,7 +877,7 @@ def types_of(one: object, several: Any) -> tuple[str, ...] | None:
     """Return the types that `type=` or `types=` name; None for every type.
 
     Raises:
-        ConfigurationError: both are given, or one is not text.
+        ConfigurationError: both are set, or one is not text.
     """
     if one is not None and several is not None:
         raise ConfigurationError("A handler takes type= or types=, not both.")
@@ -897,10 +897,10 @@ def types_of(one: object, several: Any) -> tuple[str, ...] | None:
 
 
 def listed(verb: str, topics: Any) -> tuple[str, ...]:
-    """Return the topics that a verb is given, without repeats.
+    """Return the topics of a verb's argument, without repeats.
 
     Raises:
-        ConfigurationError: there are none, or it is one text, whose letters would be topics.
+        ConfigurationError: it is empty, or one text, whose letters would be topics.
     """
     several = (topics,) if isinstance(topics, str) else tuple(topics)
     if not several:

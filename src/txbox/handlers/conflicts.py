@@ -19,7 +19,7 @@ from txbox.text import lasting
 
 
 class Configured(Protocol):
-    """What is read of an App."""
+    """The part of App that these checks need."""
 
     handlers: Handlers
     limits: Limits
@@ -32,7 +32,7 @@ class Conflict(NamedTuple):
     Attributes:
         code: that of the finding of `txbox doctor`.
         problem: one sentence with both values.
-        remedy: the setting that mends it.
+        remedy: the setting to change.
     """
 
     code: str
@@ -89,7 +89,7 @@ def redelivery(app: Configured, source: Source) -> Iterator[Conflict]:
     if tend_every_s is not None and tend_every_s >= redelivery_s:
         yield Conflict(
             "time-out-redelivery",
-            f"{again}, but is told of what is in flight only every {lasting(tend_every_s)}.",
+            f"{again}, but in-flight extensions are sent only every {lasting(tend_every_s)}.",
             "Make its time-out longer.",
         )
     if tend_every_s is None and lease.total_seconds() >= redelivery_s:
@@ -130,24 +130,25 @@ def topics_of(handlers: Handlers, source: Source, wanted: Sequence[str] | None) 
         wanted = tuple(topic for topic in known if not topic.startswith(EFFECT_PREFIX))
         if not wanted and not isinstance(source, Local):
             raise ConfigurationError(
-                f"{source.name} has nothing to deliver, because no handler names a topic: register a handler, or "
-                "remove the source."
+                f"{source.name} has nothing to deliver, because no handler names a topic",
+                "register a handler, or remove the source.",
             )
     for topic in wanted:
         if topic.startswith(EFFECT_PREFIX):
             raise ConfigurationError(
                 f"{source.name} delivers topic {topic!r}, but topics that begin with {EFFECT_PREFIX!r} are those of "
-                "effects: name another topic."
+                "effects",
+                "name another topic.",
             )
         if topic != "*" and "*" not in known and topic not in known:
             raise ConfigurationError(
-                f"{source.name} delivers topic {topic!r}, which no handler consumes: "
-                f"register a handler for it, or name another topic ({_listed(known)})."
+                f"{source.name} delivers topic {topic!r}, which no handler consumes",
+                f"register a handler for it, or name another topic ({_listed(known)}).",
             )
         if deliverable is not None and topic != "*" and topic not in deliverable:
             raise ConfigurationError(
-                f"{source.name} cannot deliver topic {topic!r}, only {_listed(deliverable)}: "
-                "set topic= on the source."
+                f"{source.name} cannot deliver topic {topic!r}, only {_listed(deliverable)}",
+                "set topic= on the source.",
             )
     return wanted
 

@@ -31,7 +31,7 @@ def include_name(
     """Keep autogenerate away from txbox's tables in the database: it would drop them.
 
     Args:
-        then: an `include_name` of your own, asked about everything else; by functools.partial.
+        then: an `include_name` of your own, for everything else; by functools.partial.
     """
     if type_ == "table" and (name or "").startswith("txbox_"):
         return False

@@ -129,12 +129,12 @@ def _of_sqs(record: Event) -> Delivery:
     try:
         # an event spells the names of attributes with a small letter, the queue's own API does not
         attributes = {
-            name: {part[:1].upper() + part[1:]: value for part, value in given.items()}
-            for name, given in record.get("messageAttributes", {}).items()
+            name: {part[:1].upper() + part[1:]: value for part, value in attribute.items()}
+            for name, attribute in record.get("messageAttributes", {}).items()
         }
-        for given in attributes.values():
-            if isinstance(given.get("BinaryValue"), str):
-                given["BinaryValue"] = base64.b64decode(given["BinaryValue"])
+        for attribute in attributes.values():
+            if isinstance(attribute.get("BinaryValue"), str):
+                attribute["BinaryValue"] = base64.b64decode(attribute["BinaryValue"])
         payload, headers = read(body, attributes)
     except UnicodeEncodeError:
         raw = body.encode("utf-8", "surrogatepass")
@@ -158,10 +158,10 @@ def _of_sqs(record: Event) -> Delivery:
 def _of_kafka(record: Event, cluster: str) -> Delivery:
     value, key, stored_ms = record.get("value"), record.get("key"), record.get("timestamp")
     # an event has no id of the topic: the time tells a record from that of an earlier topic of this name
-    place = f"{record['topic']}/{record['partition']}/{record['offset']}"
+    position = f"{record['topic']}/{record['partition']}/{record['offset']}"
     if stored_ms == _NO_TIME:
         stored_ms = None
-    weak = {} if stored_ms is None else {"weak_id": f"{cluster}/{place}@{stored_ms}"}
+    weak = {} if stored_ms is None else {"weak_id": f"{cluster}/{position}@{stored_ms}"}
     headers = [
         (name, None if content is None else bytes(octet & 0xFF for octet in content))
         for header in record.get("headers") or ()

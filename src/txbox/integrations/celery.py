@@ -76,15 +76,15 @@ def once(
 
         def run(*args: Any, **kwargs: Any) -> R:
             task: Any = current_task
-            given: str | None = None
+            delivery_id: str | None = None
             if task:
                 if args and args[0] is task._get_current_object():  # noqa: SLF001
                     # copies would not be compared: a task is no JSON
                     raise ConfigurationError(
                         f"{body.name}: remove bind=True; celery.current_task is what it gives."
                     )
-                given = _identify(task.request)
-            answer = body(transaction, given, args, kwargs, done=_ends)
+                delivery_id = _identify(task.request)
+            answer = body(transaction, delivery_id, args, kwargs, done=_ends)
             if not answer:
                 raise Ignore
             return cast("R", answer.result)

@@ -43,15 +43,15 @@ def resolver(container: Container | AsyncContainer) -> Resolver:
                 )
 
         @contextmanager
-        def opened(given: Any, tx: Any) -> Generator[Mapping[str, Any]]:
+        def opened(argument: Any, tx: Any) -> Generator[Mapping[str, Any]]:
             assert isinstance(container, Container)
-            with container(_context(given, tx)) as scope:
+            with container(_context(argument, tx)) as scope:
                 yield {name: scope.get(key.type_hint, key.component) for name, key in keys.items()}
 
         @asynccontextmanager
-        async def opened_async(given: Any, tx: Any) -> AsyncGenerator[Mapping[str, Any]]:
+        async def opened_async(argument: Any, tx: Any) -> AsyncGenerator[Mapping[str, Any]]:
             assert isinstance(container, AsyncContainer)
-            async with container(_context(given, tx)) as scope:
+            async with container(_context(argument, tx)) as scope:
                 yield {
                     name: await scope.get(key.type_hint, key.component)
                     for name, key in keys.items()
@@ -75,10 +75,10 @@ def _provides(scope: Container | AsyncContainer | None, key: DependencyKey) -> b
     return False
 
 
-def _context(given: Any, tx: Any) -> dict[Any, Any]:
+def _context(argument: Any, tx: Any) -> dict[Any, Any]:
     # under every class of it: a sessionmaker makes a Session class of its own
     kinds: Sequence[type] = () if tx is None else type(tx).__mro__[:-1]
     context: dict[Any, Any] = dict.fromkeys(kinds, tx)
-    if isinstance(given, Message):
-        context[Message] = given
+    if isinstance(argument, Message):
+        context[Message] = argument
     return context

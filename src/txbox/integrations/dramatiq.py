@@ -21,7 +21,7 @@ from txbox.integrations.once import Begin, Body
 R = TypeVar("R")
 
 # the message that has run a body: an actor that calls others as functions has one id for them all, so that the second
-# call would be taken for a copy of the first
+# call would count as a copy of the first
 _taken: ContextVar[Any] = ContextVar("txbox_dramatiq_taken", default=None)
 
 
@@ -72,11 +72,11 @@ def once(
 
         def run(*args: Any, **kwargs: Any) -> R:
             message = CurrentMessage.get_current_message()
-            given: str | None = None
+            delivery_id: str | None = None
             if message is not None and message is not _taken.get():
                 _taken.set(message)
-                given = message.message_id
-            answer = body(transaction, given, args, kwargs, done=_ends)
+                delivery_id = message.message_id
+            answer = body(transaction, delivery_id, args, kwargs, done=_ends)
             if not answer:
                 raise SkipMessage
             return cast("R", answer.result)

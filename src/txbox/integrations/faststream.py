@@ -195,7 +195,7 @@ class FastStreamInbox:
         # FastStream commits the offset when this returns, so wait for the database however long it is away
         await drive_async(
             connections,
-            self.app.protocol.persistently,
+            self.app.protocol.with_retries,
             partial(self.app.intake.unmatched, message=message, reason=reason),
         )
 
@@ -271,11 +271,11 @@ def message_of(message: StreamMessage[Any], topic: str) -> Message[Any]:
         raise ConfigurationError(
             "An inbox takes one message, not a batch: subscribe without batch=True."
         )
-    given, key, kind = (_attribute(raw, name) for name in ("message_id", "key", "type"))
+    broker_id, key, kind = (_attribute(raw, name) for name in ("message_id", "key", "type"))
     return Message(
         topic=topic,
         payload=payload,
-        id=given if isinstance(given, str) and given else headers.text("Nats-Msg-Id"),
+        id=broker_id if isinstance(broker_id, str) and broker_id else headers.text("Nats-Msg-Id"),
         type=kind if isinstance(kind, str) else headers.text("type"),
         key=key.decode(errors="backslashreplace")
         if isinstance(key, bytes)

@@ -95,12 +95,12 @@ class _Loops:
 
     def here(self) -> EventLoop:
         process = os.getpid()
-        if (found := self._of.get(process)) is None:
+        if (loop := self._of.get(process)) is None:
             made = EventLoop("txbox-webhooks")
             # another thread may have had the first request, too
-            if (found := self._of.setdefault(process, made)) is not made:
+            if (loop := self._of.setdefault(process, made)) is not made:
                 made.close()
-        return found
+        return loop
 
 
 def _view(application: Asgi, loops: _Loops) -> Callable[[], Response]:

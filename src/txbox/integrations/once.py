@@ -77,7 +77,7 @@ class Body:
         self.function = function
         self.name: str = getattr(function, "__name__", "the task")
         if is_async_function(function) is not is_async:
-            # a coroutine that nobody awaits would be taken for a body that has run
+            # an unawaited coroutine would count as a body that has run
             kind = "an `async def`" if is_async else "a `def`"
             raise ConfigurationError(
                 f"{self.name}: make it {kind} function, as this queue calls it."
@@ -99,7 +99,7 @@ class Body:
         """Give a wrapper the function's name, and its signature and annotations without the transaction."""
         update_wrapper(wrapper, self.function)
         attributes = vars(wrapper)
-        del attributes["__wrapped__"]  # queues that look behind it would ask for the transaction
+        del attributes["__wrapped__"]  # queues that unwrap it would want the transaction
         hints = {
             name: kind
             for name, kind in wrapper.__annotations__.items()
@@ -121,7 +121,7 @@ class Body:
     def __call__(
         self,
         begin: Begin,
-        given: str | None,
+        delivery_id: str | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
@@ -130,18 +130,18 @@ class Body:
         """Run the body in a new transaction, or return what it returned when it ran for this id.
 
         Args:
-            given: the queue's own id, for a body without an `id=`.
+            delivery_id: the queue's id of the task, for a body without an `id=`.
             done: for the exceptions that end a body without a result; they are raised behind the commit.
 
         Raises:
             ConfigurationError: there is no id, or the result cannot be encoded.
-            MessageInProgress: another transaction held the id until the timeout.
+            MessageInProgress: another transaction locked the id until the timeout.
             StoreError: the body ended the transaction, or went on after the database had failed it.
             whatever else the body raises: nothing is kept.
 
         Guarantee: the row and what the body wrote are one commit.
         """
-        chosen, known = self._message(given, args, kwargs)
+        chosen, known = self._message(delivery_id, args, kwargs)
         accepted: Acceptance | None = None
         ended: Exception | None = None
         result: Any = None
@@ -174,7 +174,7 @@ class Body:
     async def call_async(
         self,
         begin: BeginAsync,
-        given: str | None,
+        delivery_id: str | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
@@ -186,7 +186,7 @@ class Body:
         Args:
             sent: the arguments that copies are compared by, where the queue has added some.
         """
-        chosen, known = self._message(given, args, kwargs, sent)
+        chosen, known = self._message(delivery_id, args, kwargs, sent)
         function: Callable[..., Awaitable[Any]] = self.function
         accepted: Acceptance | None = None
         ended: Exception | None = None
@@ -235,12 +235,12 @@ class Body:
 
     def _message(
         self,
-        given: str | None,
+        delivery_id: str | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         sent: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     ) -> tuple[str | int, dict[str, Any]]:
-        chosen = given if self._id is None else self._id(*args, **kwargs)
+        chosen = delivery_id if self._id is None else self._id(*args, **kwargs)
         if chosen is None:
             raise ConfigurationError(
                 f"{self.name} was called outside a task, so it has no id: send it to the queue, or give once() an id=."

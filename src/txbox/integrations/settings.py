@@ -51,6 +51,6 @@ class Settings(BaseSettings):
 
     def app(self, **options: Any) -> App:
         """Make the App; options of its constructor add to these settings, and go before them."""
-        given: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
-        given["schema"] = self.database_schema
-        return App(self.database_url.get_secret_value(), **given | options)
+        values: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
+        values["schema"] = self.database_schema
+        return App(self.database_url.get_secret_value(), **values | options)

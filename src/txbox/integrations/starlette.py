@@ -72,11 +72,11 @@ def lifespan(
     it; the others have threads. An app without handlers only sends what is staged.
 
     Args:
-        relay, maintenance, grace: as Worker has them. The server must be given longer than `grace` to shut down.
+        relay, maintenance, grace: as Worker has them. The server must have longer than `grace` to shut down.
         start_within: requests are answered when the worker consumes, or after so long while a broker does not
             let it: it goes on trying.
-        health: told how the worker is; see `probes`.
-        ends: what is waited for at shutdown, for as long as `grace`: a dashboard. The app's webhooks are.
+        health: updated by the worker; see `probes`.
+        ends: awaited at shutdown, at most for `grace`: a dashboard. The app's webhooks always are.
         crashed: called on the loop with what ended the worker, while the server is up.
 
     Raises:
@@ -102,7 +102,7 @@ def lifespan(
             _resolve(ended, error)
             if serves:
                 # the worker has logged why
-                _log.critical("The worker in this server has ended; the server is told.")
+                _log.critical("The worker in this server has ended; the server ends, too.")
                 crashed(error or RuntimeError("the worker ended"))
 
         def run() -> None:
@@ -112,7 +112,7 @@ def lifespan(
                 error = worker.failure
             except BaseException as raised:  # noqa: BLE001  # the server decides: nothing dies in silence
                 error = raised
-            # a loop that is closed has waited for nobody
+            # a closed loop has waited for nothing
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(end, error)
 
@@ -240,8 +240,8 @@ def depends(annotations: Mapping[str, Any], *, is_async: bool, transactional: bo
             yield {name: await each.value(stack, known, tx) for name, each in wanted.items()}
 
     @contextmanager
-    def opened(given: Any, tx: Any) -> Generator[Mapping[str, Any]]:
-        entered = opened_async(given, tx)
+    def opened(argument: Any, tx: Any) -> Generator[Mapping[str, Any]]:
+        entered = opened_async(argument, tx)
         values = blocking(entered.__aenter__())
         try:
             yield values
@@ -264,10 +264,10 @@ class _Dependency:
 
     @classmethod
     def of(cls, name: str, hint: Any, default: object, **handler: bool) -> _Dependency:
-        kind, found = _marked(hint, default)
-        if found is None:
+        kind, marker = _marked(hint, default)
+        if marker is None:
             raise ConfigurationError(f"{name} is not Annotated[…, Depends(…)].")
-        call: Callable[..., Any] = found.dependency or kind
+        call: Callable[..., Any] = marker.dependency or kind
         if call in _TRANSACTIONS:
             if not handler["transactional"] or _TRANSACTIONS[call] != handler["is_async"]:
                 raise ConfigurationError(
@@ -286,24 +286,24 @@ class _Dependency:
             for each in inspect.signature(call).parameters.values()
             if each.default is each.empty or _marked(hints.get(each.name), each.default)[1]
         }
-        return cls(call, function, takes, found.use_cache)
+        return cls(call, function, takes, marker.use_cache)
 
     async def value(self, stack: AsyncExitStack, known: dict[Any, Any], tx: Any) -> Any:
         if self.call in _TRANSACTIONS:
             return tx
         if self.cached and self.call in known:
             return known[self.call]
-        given = {name: await each.value(stack, known, tx) for name, each in self.takes.items()}
+        arguments = {name: await each.value(stack, known, tx) for name, each in self.takes.items()}
         if inspect.isasyncgenfunction(self.function):
-            found = await stack.enter_async_context(asynccontextmanager(self.call)(**given))
+            result = await stack.enter_async_context(asynccontextmanager(self.call)(**arguments))
         elif inspect.isgeneratorfunction(self.function):
-            found = stack.enter_context(contextmanager(self.call)(**given))
+            result = stack.enter_context(contextmanager(self.call)(**arguments))
         else:
-            found = self.call(**given)
+            result = self.call(**arguments)
             if inspect.iscoroutinefunction(self.function):
-                found = await found
-        known[self.call] = found
-        return found
+                result = await result
+        known[self.call] = result
+        return result
 
 
 def _marked(hint: Any, default: object) -> tuple[Any, Depends | None]:
@@ -351,7 +351,7 @@ def probes(app: App, health: Health) -> list[BaseRoute]:
     """`/livez`, `/readyz` and `/metrics`, as `txbox run --health-port` serves them.
 
     Args:
-        health: the one that `lifespan` is given.
+        health: the same object as for `lifespan`.
     """
     from txbox.observers.counters import Counters
     from txbox.worker.serving import probes as pages

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from txbox.admin import findings
-from txbox.admin.findings import Case, Finding
+from txbox.admin.findings import Examination, Finding
 from txbox.admin.tables import COUNTED_MAX
 from txbox.alerts import Alert, Alerting, dead, page
 from txbox.app import App
@@ -53,7 +53,7 @@ async def review(db: Session, app: App, task: Task) -> Report:
         name = f"alerts:{alerting.names}{app.routes.local}"
         if not await JobLease(dialect, name, secrets.token_hex(16), lease_s).acquire(db):
             return Report("alerts", skipped=True)
-    diagnosis, case = await findings.read(db, app, dialect), Case(db, app, dialect)
+    diagnosis, case = await findings.read(db, app, dialect), Examination(db, app, dialect)
     seen: dict[str, tuple[Alert, str | None]] = {}
     fresh: set[str] = set()
     for finding in diagnosis.findings:
@@ -98,7 +98,7 @@ def _is_ours(app: App, alerting: Alerting, code: str, subject: str) -> bool:
     return code in _AT_ONCE | _LASTING
 
 
-async def _alerts_of(case: Case, finding: Finding) -> AsyncIterator[tuple[Alert, str | None]]:
+async def _alerts_of(case: Examination, finding: Finding) -> AsyncIterator[tuple[Alert, str | None]]:
     """The alerts of a finding, and of those about dead messages when the newest one died."""
     if finding.code == "dead-messages":
         rows = await case.rows(

@@ -19,7 +19,7 @@ from txbox.events import QuarantineTrimmed, RowsPruned
 from txbox.session import Session
 from txbox.store import activity, jobs
 from txbox.store import partitions as tables
-from txbox.store.jobs import Batch, JobLease, Walk
+from txbox.store.jobs import Batch, BlockScan, JobLease
 from txbox.store.partitions import Layout, Part
 
 # a batch that takes longer is followed by a smaller one, because live messages wait for its CPU and WAL
@@ -41,8 +41,8 @@ _LOCK_TRIES = 10
 # while we wait for the inbox everyone else queues behind us, so at first wait only as long as a short transaction
 _LOCK_WAIT_MS = 5
 _LOCK_WAIT_MAX_MS = 100
-# how many minutes become one row, and when: nobody writes counts for a minute that old, unless the database was away,
-# which is endured for an hour
+# minutes per row, and the age at which they are merged: counts that old are final, barring an outage, of which an hour
+# is tolerated
 _FOLDED_AFTER_S = {1: 300.0, 30: 6 * 3600.0}
 # keep crashed workers visible for a while
 _WORKERS_KEPT_S = 3600.0
@@ -62,7 +62,7 @@ class Task:
         consumer: only this one; None for all.
         older_than: for prune, overrides the retention policy.
         dry_run: count only, change nothing.
-        at_any_time: ignore `Retention.window`, because somebody asked for it now.
+        at_any_time: ignore `Retention.window`, because an operator runs it now.
         on_progress: called after each batch with the rows done so far.
         stop: checked between batches; True ends the run.
     """
@@ -78,7 +78,7 @@ class Task:
         check_duration("older_than", self.older_than)
 
     def age(self, usual: timedelta) -> timedelta:
-        """What was asked for, which may be nothing at all, or else the usual age."""
+        """The explicit age, which may be zero, or else the usual one."""
         return usual if self.older_than is None else self.older_than
 
 
@@ -104,7 +104,7 @@ async def prune(db: Session, app: App, task: Task) -> Report:
     """Delete processed and discarded rows past the retention, with their attempts.
 
     In a table partitioned by time, whole partitions are dropped. There, rows whose ids contain a time
-    wait until their partition goes, unless a consumer or an age is given.
+    wait until their partition goes, unless a consumer or an age is named.
 
     Guarantee: never deletes anything unfinished, dead or quarantined. A crash loses nothing; the next
     run continues.
@@ -125,46 +125,46 @@ async def prune(db: Session, app: App, task: Task) -> Report:
     if not await run.begin(db):
         return run.report()
     async with run.leased(db):
-        found = await tables.layout(db, dialect)
-        if task.consumer is None and found.ready_until is not None:
-            if await _drop_days(db, run, found, older_than_s):
+        layout = await tables.layout(db, dialect)
+        if task.consumer is None and layout.ready_until is not None:
+            if await _drop_days(db, run, layout, older_than_s):
                 await run.repeat(
                     db, run.batch("prune_orphans", older_than_s=older_than_s), counted=False
                 )
-            found = await tables.layout(db, dialect)
+            layout = await tables.layout(db, dialect)
         whole = task.consumer is not None or task.older_than is not None
-        parts = found.parts if whole else _by_batch(app, found, older_than_s)
-        walk = Walk(dialect, parts, consumer=task.consumer, older_than_s=older_than_s)
-        await run.repeat(db, walk.batch)
+        parts = layout.parts if whole else _by_batch(app, layout, older_than_s)
+        scan = BlockScan(dialect, parts, consumer=task.consumer, older_than_s=older_than_s)
+        await run.repeat(db, scan.batch)
         return await run.end(db)
 
 
-def _by_batch(app: App, found: Layout, older_than_s: float) -> Sequence[Part]:
+def _by_batch(app: App, layout: Layout, older_than_s: float) -> Sequence[Part]:
     """Return the partitions whose rows are deleted individually: those without a time, and those that had to stay."""
     stays_s = older_than_s + app.retention.partition.total_seconds()
     return [
         part
-        for part in found.parts
-        if part.ends_s is None or part.ends_s <= found.clock_s - stays_s
+        for part in layout.parts
+        if part.ends_s is None or part.ends_s <= layout.clock_s - stays_s
     ]
 
 
-async def _drop_days(db: Session, run: _Run, found: Layout, older_than_s: float) -> bool:
+async def _drop_days(db: Session, run: _Run, layout: Layout, older_than_s: float) -> bool:
     """Detach and drop the expired partitions whose rows may all go; returns whether any was dropped.
 
-    Live messages wait for a detach, but nobody waits for the drop after it. What a crash leaves between
+    Live messages wait for a detach, but not for the drop after it. What a crash leaves between
     the two, the next run drops first.
     """
     dropped = await _drop_detached(db, run, older_than_s)
     rest_s = 0.0
-    for part in found.of_time:
-        if (part.ends_s or 0.0) > found.clock_s - older_than_s:
+    for part in layout.of_time:
+        if (part.ends_s or 0.0) > layout.clock_s - older_than_s:
             break
         await run.rest(db, rest_s)
         if not await run.may_go_on(db):
             break
         rows = await tables.rows(db, run.dialect, part)
-        done = await _patiently(
+        done = await _with_retries(
             db,
             run,
             partial(tables.detach, dialect=run.dialect, part=part, older_than_s=older_than_s),
@@ -184,7 +184,7 @@ async def _drop_detached(db: Session, run: _Run, older_than_s: float) -> bool:
     dropped = False
     for name in await tables.detached(db, run.dialect):
         drop = partial(tables.drop, dialect=run.dialect, name=name, older_than_s=older_than_s)
-        dropped = bool(await _patiently(db, run, drop)) or dropped
+        dropped = bool(await _with_retries(db, run, drop)) or dropped
     return dropped
 
 
@@ -197,8 +197,8 @@ async def partitions(db: Session, app: App, task: Task) -> Report:
     dialect = app.store.dialect
     if not dialect.has("partitions"):
         return Report("partitions")
-    found = await tables.layout(db, dialect)
-    missing = tables.missing(found, app.retention.partition, app.retention.ahead)
+    layout = await tables.layout(db, dialect)
+    missing = tables.missing(layout, app.retention.partition, app.retention.ahead)
     if not missing:
         return Report("partitions")
     run = _Run(app, task, "partitions")
@@ -208,7 +208,7 @@ async def partitions(db: Session, app: App, task: Task) -> Report:
         for first_s, last_s in missing:
             if not await run.may_go_on(db):
                 break
-            done = await _patiently(
+            done = await _with_retries(
                 db, run, partial(tables.make, dialect=dialect, first_s=first_s, last_s=last_s)
             )
             if done is None:
@@ -223,7 +223,7 @@ async def partitions(db: Session, app: App, task: Task) -> Report:
         return await run.end(db)
 
 
-async def _patiently(db: Session, run: _Run, work: Callable[..., Awaitable[T]]) -> T | None:
+async def _with_retries(db: Session, run: _Run, work: Callable[..., Awaitable[T]]) -> T | None:
     """Try for a lock a few times, with growing waits and pauses; None if it is not available now."""
     wait_ms = _LOCK_WAIT_MS
     for tried in range(1, _LOCK_TRIES + 1):
@@ -248,7 +248,7 @@ async def _patiently(db: Session, run: _Run, work: Callable[..., Awaitable[T]]) 
         wait_ms = min(2 * wait_ms, _LOCK_WAIT_MAX_MS)
         # random, so that it does not keep meeting the same recurring transaction
         await db.wait(random.uniform(0.05, 0.1) * tried)
-    _log.info("A partition is left to the next run, because the inbox was in use all the time.")
+    _log.info("A partition stays until the next run, because the inbox was in use all the time.")
     return None
 
 
@@ -360,7 +360,7 @@ class _Run:
         self._any_time = task.at_any_time or app.retention.window is None
         self._closed = False
         self.rows = 0
-        # how long the last successful try of `_patiently` took
+        # how long the last successful try of `_with_retries` took
         self.took_s = 0.0
 
     async def begin(self, db: Session, *, at_any_time: bool = False) -> bool:
@@ -379,7 +379,7 @@ class _Run:
         return not self._closed
 
     async def may_go_on(self, db: Session) -> bool:
-        """Whether to continue: not stopped, the lease still held, and still inside the window."""
+        """Whether to continue: not stopped, the lease still ours, and still inside the window."""
         if not self._open or self._closed or self._task.stop():
             return False
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Counts what this process does per minute, for the row it writes every few seconds."""
+"""Per-minute counters of this process, flushed to its row every few seconds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Moment(NamedTuple):
 class Activity:
     """Counts successes once per batch, by calls, and failures by their events.
 
-    Success events exist only if somebody observes them: one per message would cost far more than this.
+    Success events exist only with an observer for them: one per message would cost far more than this.
 
     Args:
         went_well: called with a consumer's name when some of its messages were processed.
@@ -55,13 +55,13 @@ class Activity:
         self._went_well = went_well
         self._lock = threading.Lock()
         self._counted: dict[Key, Counts] = {}
-        # copies: what was taken last, and what is known to be written of the minutes still counted
-        self._taken: dict[Key, Counts] = {}
+        # copies: what the last flush read, and what is known to be written of the minutes still counted
+        self._unwritten: dict[Key, Counts] = {}
         self._written: dict[Key, Counts] = {}
         # this minute's counts of consumers, which every batch needs
-        self._minute = self._taken_in = 0
+        self._minute = self._unwritten_in = 0
         self._consumers: dict[str, Counts] = {}
-        #: Whether anything is counted: only if somebody writes it down.
+        #: Whether anything is counted: only while a worker flushes it.
         self.counts = False
         #: How many seconds the database's clock is ahead of ours.
         self.ahead_s = 0.0
@@ -162,23 +162,23 @@ class Activity:
                 if age_s > 0:
                     self._of(kind, name).merge(Counts(oldest_s=age_s))
 
-    def taken(self) -> Mapping[Key, Counts]:
+    def unwritten(self) -> Mapping[Key, Counts]:
         """Return copies of the counts, of this minute and earlier ones, that differ from what was written."""
         with self._lock:
             self._turned()
-            self._taken_in = self._minute
-            self._taken = {
+            self._unwritten_in = self._minute
+            self._unwritten = {
                 key: self._counted[key].copy()
                 for key in sorted(self._counted)
                 if self._counted[key] != self._written.get(key, _NOTHING)
             }
-            return self._taken
+            return self._unwritten
 
     def written(self) -> None:
-        """Remember that what was taken last is written, and drop the minutes that were over by then."""
+        """Record that the last `unwritten` is written, and drop the minutes that were over by then."""
         with self._lock:
-            self._written |= self._taken
-            self._drop(self._taken_in)
+            self._written |= self._unwritten
+            self._drop(self._unwritten_in)
 
     def _drop(self, before: int) -> None:
         for counts in (self._counted, self._written):

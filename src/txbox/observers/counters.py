@@ -154,8 +154,8 @@ class Counters:
                     (name, [*buckets.counts], buckets.sum) for name, buckets in series.items()
                 ]
             bounds = [*map(str, observed.bounds), "+Inf"]
-            for name, found, total in copied:
-                cumulative = list(zip(bounds, map(float, accumulate(found)), strict=True))
+            for name, per_bucket, total in copied:
+                cumulative = list(zip(bounds, map(float, accumulate(per_bucket)), strict=True))
                 histogram.add_metric((name,), cumulative, total)
             yield histogram
 

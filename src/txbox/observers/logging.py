@@ -34,7 +34,7 @@ _LEVELS: dict[type[Event], int] = {
     ), logging.ERROR),
 }  # fmt: skip
 
-#: Ongoing trouble, and the field that identifies it besides the consumer.
+#: Repeating events, and their key besides the consumer.
 _BEGINS: dict[type[Event], str] = {
     events.ConsumptionPaused: "source",
     events.RelayPaused: "publisher",
@@ -126,7 +126,7 @@ class LoggingObserver:
 
 
 def current_trace() -> dict[str, str]:
-    """The ids of OpenTelemetry's current span, in hexadecimal digits; nothing where there is none."""
+    """The ids of OpenTelemetry's current span, in hexadecimal digits; nothing outside a span."""
     # looked up and not imported: a program that traces has loaded it
     tracing: Any = sys.modules.get("opentelemetry.trace")
     context = None if tracing is None else tracing.get_current_span().get_span_context()

@@ -41,12 +41,12 @@ class Pauses:
         #: It has been logged that the pauses cannot be read.
         self.unreadable = False
         #: Their names; replaced as a whole, so that reading needs no lock.
-        self.held: frozenset[str] = frozenset()
+        self.paused: frozenset[str] = frozenset()
         #: Consumer → reason, for pauses of this process that are not written yet.
         self.unwritten: Mapping[str, str] = {}
         #: What else is written in the transaction that writes a pause.
         self.pausing: Callable[..., Awaitable[None]] | None = None
-        #: Called, from any thread, when there is a pause to write; set while somebody writes them.
+        #: Called, from any thread, when there is a pause to write; set while a worker writes them.
         self.wake: Callable[[], None] | None = None
 
     #: The events it counts.
@@ -63,31 +63,31 @@ class Pauses:
         with self._lock:
             self._failures[consumer] += 1
             count = self._failures[consumer]
-            if count < limit or consumer in self.held:
+            if count < limit or consumer in self.paused:
                 return
             reason = f"{count} failures in a row, the last one {event.error_type}"
             self.unwritten = {**self.unwritten, consumer: reason}
-            self.held |= {consumer}
+            self.paused |= {consumer}
         self._emit(ConsumerPaused(consumer=consumer, actor=ACTOR, reason=reason))
         self.wake()
 
     def went_well(self, consumer: str) -> None:
         """Start counting anew, because a message was processed."""
-        if self._failures and consumer not in self.held:
+        if self._failures and consumer not in self.paused:
             with self._lock:
                 self._failures.pop(consumer, None)
 
     def heard(self, paused: Iterable[Pause]) -> frozenset[str]:
-        """Take over what the database says; returns the consumers that are no longer paused."""
+        """Apply the pauses in the database; returns the consumers that are no longer paused."""
         known = {pause.consumer: pause for pause in paused}
         with self._lock:
-            before = self.held
-            self.held = frozenset({*known, *self.unwritten})
-            resumed = before - self.held
+            before = self.paused
+            self.paused = frozenset({*known, *self.unwritten})
+            resumed = before - self.paused
             for consumer in resumed:
                 self._failures.pop(consumer, None)
             self.stale_at = time.monotonic() + _FRESH_S
-            fresh = self.held - before
+            fresh = self.paused - before
         for consumer in sorted(fresh):
             pause = known[consumer]
             self._emit(ConsumerPaused(consumer=consumer, actor=pause.actor, reason=pause.reason))
@@ -96,7 +96,7 @@ class Pauses:
         return resumed
 
     async def look_now_and_then(self, db: Session, dialect: Dialect) -> None:
-        """Read the pauses from the database, if nobody else does and the last time was long ago."""
+        """Read the pauses from the database, if no worker does and the last time was long ago."""
         now = time.monotonic()
         if self.wake is None and now >= self.stale_at:
             # also if it fails, so that the next call does not try again at once

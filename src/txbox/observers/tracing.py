@@ -42,8 +42,8 @@ class _Headers(Getter[Message[Any]]):
     """Reads the context that a message carries."""
 
     def get(self, carrier: Message[Any], key: str) -> list[str] | None:
-        found = carrier.headers.text(key)
-        return None if found is None else [found]
+        value = carrier.headers.text(key)
+        return None if value is None else [value]
 
     def keys(self, carrier: Message[Any]) -> list[str]:
         return [*carrier.headers.names()]
@@ -134,26 +134,26 @@ class Tracing:
     def traced(self, function: F, consumer: str, *, is_async: bool) -> F:
         """Wrap a handler so that each run has a span, which is current during the run."""
 
-        def call(given: Any, *tx: Any) -> Any:
-            with self._processing(consumer, given):
-                return function(given, *tx)
+        def call(argument: Any, *tx: Any) -> Any:
+            with self._processing(consumer, argument):
+                return function(argument, *tx)
 
-        async def call_async(given: Any, *tx: Any) -> Any:
-            with self._processing(consumer, given):
-                return await function(given, *tx)
+        async def call_async(argument: Any, *tx: Any) -> Any:
+            with self._processing(consumer, argument):
+                return await function(argument, *tx)
 
         return cast("F", functools.wraps(function)(call_async if is_async else call))
 
     @contextmanager
     def _processing(
-        self, consumer: str, given: Message[Any] | list[Message[Any]]
+        self, consumer: str, argument: Message[Any] | list[Message[Any]]
     ) -> Generator[None]:
-        messages = given if isinstance(given, list) else [given]
+        messages = argument if isinstance(argument, list) else [argument]
         first = messages[0]
         carried = [_carried(message) for message in messages]
         context = contexts.get_current()
         attributes = _attributes("process", _system(first.origin.get("source")), first.topic)
-        if isinstance(given, list):
+        if isinstance(argument, list):
             attributes["messaging.batch.message_count"] = len(messages)
         else:
             attributes["messaging.message.id"] = str(first.id)
@@ -218,8 +218,8 @@ def _span_context(context: Context) -> trace.SpanContext:
 
 
 def _links(carried: Iterable[Context]) -> list[Link]:
-    found = (_span_context(context) for context in carried)
-    return [Link(context) for context in found if context.is_valid]
+    contexts = (_span_context(context) for context in carried)
+    return [Link(context) for context in contexts if context.is_valid]
 
 
 def _attributes(

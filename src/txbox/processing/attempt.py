@@ -62,7 +62,7 @@ class InboxProtocol:
     """Takes messages of one app through its inbox.
 
     Args:
-        letters: stages the dead letters of messages that are given up.
+        letters: stages the dead letters of dead messages.
         alerting: stages the alerts about them, and about what is quarantined.
         settings: what tells which statements set something; asked for late, as Django's settings may be.
     """
@@ -87,7 +87,7 @@ class InboxProtocol:
         self.batch_sizes = BatchSizes(store, batching)
         self.waiting = Waiting(limits, events)
         self.in_flight = self.waiting.in_flight
-        self.persistently = self.waiting.persistently
+        self.with_retries = self.waiting.with_retries
         self._recorder = recorder = Recorder(store, events, limits, letters, alerting)
         self._alerting = alerting
         self.contain = recorder.contain
@@ -198,7 +198,7 @@ class InboxProtocol:
         holder: Holder | None,
         claim: Claim,
     ) -> dict[str, Answer]:
-        """Process the free ids first, then the busy ones one by one: nobody waits for an id while holding another."""
+        """Process the free ids first, then the busy ones one by one: no wait for an id while having another."""
         consumer, in_order = handler.consumer, handler.options.in_order
         settled: dict[str, Answer] = {}
         free: list[Arrival] = []
@@ -208,8 +208,11 @@ class InboxProtocol:
         try:
             for arrival in arrivals:
                 key = arrival.message.key if in_order else None
-                held = key is not None and key in keys
-                if held or self.in_flight.enter(consumer, arrival.message_id, holder) is not None:
+                blocked = key is not None and key in keys
+                if (
+                    blocked
+                    or self.in_flight.enter(consumer, arrival.message_id, holder) is not None
+                ):
                     busy.append(arrival)
                     keys.add(key)
                 else:
@@ -221,11 +224,11 @@ class InboxProtocol:
         keys = set()
         for arrival in busy:
             key, message_id = arrival.message.key if in_order else None, arrival.message_id
-            held = key is not None and key in keys
-            if held or not await self.waiting.for_id(db, consumer, message_id, holder):
+            blocked = key is not None and key in keys
+            if blocked or not await self.waiting.for_id(db, consumer, message_id, holder):
                 if claim.lease is not None:
-                    await self._given_back(db, handler, arrival, claim, _RELEASED_S)
-                settled[message_id] = self.held(handler, arrival)
+                    await self._release(db, handler, arrival, claim, _RELEASED_S)
+                settled[message_id] = self.in_progress(handler, arrival)
                 keys.add(key)
                 continue
             try:
@@ -250,7 +253,7 @@ class InboxProtocol:
         Args:
             for_s: see `Claim`.
 
-        Guarantee: a worker whose lease was given to another can run the handler, it cannot commit.
+        Guarantee: a worker that lost its lease can run the handler, but cannot commit.
         """
         claim = Claim(lease=lease_token, for_s=for_s)
         return (await self.deliver(db, handler, [leased.arrival], claim=claim))[
@@ -417,19 +420,15 @@ class InboxProtocol:
         return not handler.options.keep_result and self.store.finds_duplicates(arrivals)
 
     async def _finished_before(
-        self,
-        db: Session,
-        handler: Handler,
-        batch_size: BatchSize,
-        arrivals: Sequence[Arrival],
+        self, db: Session, handler: Handler, batch_size: BatchSize, arrivals: Sequence[Arrival]
     ) -> dict[str, Answer]:
-        """Look a batch up before claiming it, while most messages are duplicates: those need no claim.
+        """Query a batch before claiming it while most messages are duplicates: those need no claim.
 
         It does not see rows that another transaction is about to commit. Those are claimed like new ones.
         """
-        found = await db.together((self.store.duplicates(handler.consumer, arrivals),))
-        finished = {row[0] for row in found[0].rows}
-        batch_size.met(len(arrivals), len(finished))
+        results = await db.together((self.store.duplicates(handler.consumer, arrivals),))
+        finished = {row[0] for row in results[0].rows}
+        batch_size.looked_up(len(arrivals), len(finished))
         for arrival in arrivals:
             if arrival.message_id in finished:
                 self.emit(MessageDuplicate, handler, arrival)
@@ -445,7 +444,7 @@ class InboxProtocol:
         delay_s = 0.0 if handler.options.sequence is None else _GAP_LOOK_S
         if claim.lease is not None:
             for arrival in arrivals:
-                await self._given_back(db, handler, arrival, claim, delay_s)
+                await self._release(db, handler, arrival, claim, delay_s)
             return {arrival.message_id: Answer(Outcome.DEFERRED) for arrival in arrivals}
         store, token = self.store, secrets.token_hex(16)
         try:
@@ -457,7 +456,7 @@ class InboxProtocol:
             if error.fault is not Fault.LOCK_TIMEOUT:
                 raise
             await store.rollback_bounded(db)
-            return {arrival.message_id: self.held(handler, arrival) for arrival in arrivals}
+            return {arrival.message_id: self.in_progress(handler, arrival) for arrival in arrivals}
         for arrival in arrivals:
             if arrival.message_id in fresh:
                 self.emit(MessageWaits, handler, arrival)
@@ -489,7 +488,7 @@ class InboxProtocol:
         claim: Claim,
         ran: TransactionResult,
     ) -> dict[str, Answer]:
-        """The handler left its batch's transaction: make dead, for good, the messages whose effects are unknown."""
+        """The handler ended its batch's transaction: make dead, for good, the messages whose effects are unknown."""
         settled: dict[str, Answer] = {}
         for arrival in arrivals:
             if arrival.message_id in ran.unknown:
@@ -499,14 +498,9 @@ class InboxProtocol:
         return settled
 
     async def _divide(
-        self,
-        db: Session,
-        handler: Handler,
-        arrivals: Sequence[Arrival],
-        claim: Claim,
-        end: End,
+        self, db: Session, handler: Handler, arrivals: Sequence[Arrival], claim: Claim, end: End
     ) -> dict[str, Answer]:
-        """Run the halves of a batch that failed, left to right, until the culprit fails alone.
+        """Run the halves of a batch that failed, the first one first, until the culprit fails alone.
 
         After a conflict each message runs alone at once: halves would lock the same rows in the same order.
         """
@@ -521,7 +515,7 @@ class InboxProtocol:
             part: list[Arrival] = []
             for arrival in arrivals[at : at + size]:
                 if handler.options.in_order and arrival.message.key in keys:
-                    settled[arrival.message_id] = self.held(handler, arrival)
+                    settled[arrival.message_id] = self.in_progress(handler, arrival)
                 else:
                     part.append(arrival)
             if not part:
@@ -552,7 +546,7 @@ class InboxProtocol:
         async def complete(db: Session) -> Answer:
             ran = await self.transaction.run(db, handler, [arrival], claim, returned=returned)
             if ran.end is not End.COMMITTED:
-                raise _curable(ran)
+                raise _as_error(ran)
             if ran.fresh:
                 if self.events:
                     self._emit_committed(handler, ran, handler_s)
@@ -560,7 +554,7 @@ class InboxProtocol:
             # another worker's by now, or committed by the COMMIT whose answer was lost
             return await self._by_row(db, handler, arrival, ran, began)
 
-        return await self.persistently(db, complete, consumer=handler.consumer, for_s=claim.for_s)
+        return await self.with_retries(db, complete, consumer=handler.consumer, for_s=claim.for_s)
 
     # -- one message's outcome ----------------------------------------------------------------
 
@@ -596,7 +590,7 @@ class InboxProtocol:
                 # the fence matched nothing: the lease ran out, and the row is another worker's
                 settled[message_id] = _NOT_OURS
             elif (row := ran.existing.get(message_id)) is not None:
-                settled[message_id] = await self.met(db, handler, arrival, row)
+                settled[message_id] = await self.settle_existing(db, handler, arrival, row)
         return settled
 
     def emit(self, kind: type[MessageEvent], handler: Handler, arrival: Arrival) -> None:
@@ -640,7 +634,9 @@ class InboxProtocol:
             )
         return Answer(Outcome.PROCESSED, attempt, ran.results.get(arrival.message_id))
 
-    async def met(self, db: Session, handler: Handler, arrival: Arrival, row: Existing) -> Answer:
+    async def settle_existing(
+        self, db: Session, handler: Handler, arrival: Arrival, row: Existing
+    ) -> Answer:
         """Decide by the row that this id already has (promise 2.12)."""
         if row.differs(arrival.hash):
             await self.quarantine(
@@ -656,7 +652,7 @@ class InboxProtocol:
                 result = await self.store.result(db, handler.consumer, arrival.message_id)
             return Answer(Outcome.DUPLICATE, json=result)
         if row.status == Status.PROCESSING and not row.leased:
-            # committed without a lease: only a handler that committed by itself leaves this (promise 2.3)
+            # committed without a lease: only a handler that committed causes this (promise 2.3)
             parked = await self._recorder.parked(
                 db, handler, arrival, BROKEN, token=row.token or ""
             )
@@ -674,26 +670,21 @@ class InboxProtocol:
         return Answer(Outcome.DEFERRED)
 
     async def _failed(
-        self,
-        db: Session,
-        handler: Handler,
-        arrival: Arrival,
-        claim: Claim,
-        ran: TransactionResult,
+        self, db: Session, handler: Handler, arrival: Arrival, claim: Claim, ran: TransactionResult
     ) -> Answer | None:
         """The answer for a message whose transaction did not commit and is not retried as it was.
 
         None: claim it again, to find out whether another worker has the row or the COMMIT took effect after all.
         """
         if ran.end is End.LOCKED and claim is NEW:
-            return self.held(handler, arrival)
+            return self.in_progress(handler, arrival)
         unclaimed = ran.end is End.CONFLICT and not ran.fresh and not claim.replay
         if unclaimed or ran.end in (End.AMBIGUOUS, End.LOCKED):
             # the handler is not known to have failed, so there is no attempt to record
             if claim.lease is None:
-                raise _curable(ran)
+                raise _as_error(ran)
             # the release waits for a commit in flight, then matches nothing
-            if await self._given_back(db, handler, arrival, claim, _RELEASED_S):
+            if await self._release(db, handler, arrival, claim, _RELEASED_S):
                 return Answer(Outcome.DEFERRED)
             return await self._by_row(db, handler, arrival, ran)
         failure = BROKEN
@@ -747,7 +738,9 @@ class InboxProtocol:
             rows = await self.store.classify(db, handler.consumer, [arrival.message_id])
             await db.commit()
             row = rows.get(arrival.message_id)
-            return _NOT_OURS if row is None else await self.met(db, handler, arrival, row)
+            return (
+                _NOT_OURS if row is None else await self.settle_existing(db, handler, arrival, row)
+            )
         except Exception as unrecorded:  # noqa: BLE001  # see contain
             self.contain(Boundary.RECORD, unrecorded, consumer=handler.consumer, arrival=arrival)
             db.discard()
@@ -768,7 +761,7 @@ class InboxProtocol:
     ) -> Answer | None:
         """Record a failure; None when the row is not ours to write.
 
-        Each wait for a transaction that holds the row is bounded. A new message is then left to that transaction,
+        Each wait for a transaction that has locked the row is bounded. That transaction then decides on a new one,
         which runs it as well; a lease, or a message that must not run again, goes on waiting.
         """
         while True:
@@ -785,9 +778,9 @@ class InboxProtocol:
                 if error.fault is not Fault.LOCK_TIMEOUT or (claim.stop and claim.stop()):
                     raise
                 await self.store.rollback_bounded(db)
-            held = self.held(handler, arrival)
+            answer = self.in_progress(handler, arrival)
             if claim is NEW and failure is not BROKEN:
-                return held
+                return answer
 
     async def _by_row(
         self,
@@ -807,27 +800,22 @@ class InboxProtocol:
             )
         return _NOT_OURS
 
-    async def _given_back(
+    async def _release(
         self, db: Session, handler: Handler, arrival: Arrival, claim: Claim, delay_s: float
     ) -> int:
         """Release a leased row; returns 0 if it is no longer ours."""
-        assert claim.lease is not None, "only what is leased is given back"
+        assert claim.lease is not None, "only leased rows are released"
         token = claim.lease
-        return await self.persistently(
+        return await self.with_retries(
             db,
             lambda db: leases.release(
-                db,
-                self.store,
-                handler.consumer,
-                [arrival.message_id],
-                token=token,
-                delay_s=delay_s,
+                db, self.store, handler.consumer, [arrival.message_id], token=token, delay_s=delay_s
             ),
             consumer=handler.consumer,
             stop=claim.stop,
         )
 
-    def held(self, handler: Handler, arrival: Arrival) -> Answer:
+    def in_progress(self, handler: Handler, arrival: Arrival) -> Answer:
         """The answer for a message that another transaction holds, or whose key is blocked."""
         self.emit(MessageInFlight, handler, arrival)
         return Answer(Outcome.IN_PROGRESS)
@@ -843,7 +831,7 @@ class InboxProtocol:
     ) -> None:
         """Set a message aside in a transaction of its own, and emit its event.
 
-        What cannot be kept of it is left out: the end of its payload, then all but a reason and the hash.
+        What cannot be kept of it is dropped: the end of its payload, then all but a reason and the hash.
         """
         hashed = hashed or quarantine_hash(message, message_id)
         kept, kept_id, limits = (
@@ -880,10 +868,10 @@ class InboxProtocol:
 
 
 def _may_be_tried_again(claim: Claim, end: End, *, together: bool, tries: int) -> bool:
-    """Whether the transaction can simply be retried: its end is nobody's failure. A batch is retried once.
+    """Whether the transaction can simply be retried: neither handler nor message is to blame. A batch is retried once.
 
     When a COMMIT of new messages is in doubt, claiming again on another connection decides, never a SELECT; while
-    the database is away that raises, and `Waiting.persistently` waits. For leased rows their release decides.
+    the database is away that raises, and `Waiting.with_retries` waits. For leased rows their release decides.
     """
     if together and tries:
         return False
@@ -904,7 +892,7 @@ def _latency_s(arrival: Arrival, now: float) -> float | None:
     return None if came is None else max(0.0, time.time() - came.timestamp())
 
 
-def _curable(ran: TransactionResult) -> StoreError:
+def _as_error(ran: TransactionResult) -> StoreError:
     """The error for a transaction that may succeed later: its own, or a lost connection."""
     if ran.database_error is not None and ran.end not in (End.AMBIGUOUS, End.REFUSED):
         return ran.database_error
@@ -979,7 +967,7 @@ class BatchSize:
             if took_s > self._longest_s:
                 self._size = max(1, messages // 2)
             elif (
-                # duplicates leave less to run than was taken; half of it is evidence enough
+                # duplicates leave less to run than was claimed; half of it is evidence enough
                 2 * messages >= self._size and took_s * 2 * self._size / messages < self._longest_s
             ):
                 self._size = min(self._size * 2, self._ceiling)
@@ -989,7 +977,7 @@ class BatchSize:
         with self._lock:
             lower = max(1, messages // 2)
             if messages == 1 or lower >= self._ceiling:
-                # the other side of a conflict that is already known
+                # the same conflict, seen by the other batch
                 return
             first_s, longest_s = _CALM_S
             self._calm_s = min(max(first_s, self._calm_s * 2), longest_s)
@@ -1002,7 +990,7 @@ class BatchSize:
         with self._lock:
             self._failures = _learned(self._failures, 1, messages)
 
-    def met(self, messages: int, finished: int) -> None:
+    def looked_up(self, messages: int, finished: int) -> None:
         """So many messages were looked up, and so many of them were finished."""
         with self._lock:
             self._repeats = _learned(self._repeats, finished, messages)

@@ -75,10 +75,10 @@ async def handled(
             call = partial(run, handler, work, called)
             answers.append(await call_one(connection, call, limit_s))
         except Raised as raised:
-            raised.left = watched is not None and watched.left()
+            raised.ended = watched is not None and watched.has_ended()
             raise
-        if watched is not None and watched.left():
-            raise _left(watched)
+        if watched is not None and watched.has_ended():
+            raise _ended(watched)
         if watched is not None and watched.changed is not None and not handler.options.shares:
             raise SettingsChanged(watched.changed)
     return answers
@@ -105,12 +105,12 @@ def call_of(handler: Handler, arrival: Arrival, called: list[str]) -> Call:
 def _run(
     handler: Handler, work: Arrival | list[Arrival], called: list[str] | None, tx: Any
 ) -> bytes | None:
-    run, given = _bound(handler, work, called)
+    run, argument = _bound(handler, work, called)
     with run:
         answer = (
-            handler.function(given, tx)
+            handler.function(argument, tx)
             if handler.options.transactional
-            else handler.function(given)
+            else handler.function(argument)
         )
         _check_done(answer)
     # inside the call: a result that is not JSON is the handler's failure
@@ -120,12 +120,12 @@ def _run(
 async def _run_async(
     handler: Handler, work: Arrival | list[Arrival], called: list[str] | None, tx: Any
 ) -> bytes | None:
-    run, given = _bound(handler, work, called)
+    run, argument = _bound(handler, work, called)
     with run:
         answer = await (
-            handler.function(given, tx)
+            handler.function(argument, tx)
             if handler.options.transactional
-            else handler.function(given)
+            else handler.function(argument)
         )
         _check_done(answer)
     return _kept(answer, run) if handler.options.keep_result else None
@@ -138,7 +138,7 @@ def _check_done(answer: Any) -> None:
         if isinstance(answer, Coroutine):
             answer.close()
         raise TypeError(
-            f"The handler returned a {kind}, which nobody runs: declare it `async def`, or run it before you return."
+            f"The handler returned a {kind}, which never runs: declare it `async def`, or run it before you return."
         )
 
 
@@ -165,7 +165,7 @@ def _decoded(handler: Handler, arrival: Arrival) -> Message[Any]:
 def decode_ahead(handler: Handler, arrivals: Sequence[Arrival]) -> None:
     """Decode bodies while the server claims their messages.
 
-    A body that cannot be decoded is left to the handler's call, whose failure it is.
+    A body that cannot be decoded fails in the handler's call.
     """
     for arrival in arrivals:
         try:
@@ -210,31 +210,31 @@ async def called_apart(
     if piped:
         await connection.pipe()
     answers: list[Any] = []
-    place, stopped = _Place(groups), None
+    cursor, stopped = _Place(groups), None
     try:
-        for place.group, group in enumerate(groups):
+        for cursor.group, group in enumerate(groups):
             at("before:savepoint")
             await connection.savepoint()
-            for place.call, call in enumerate(group):
-                place.begins(connection.position if piped else None)
+            for cursor.call, call in enumerate(group):
+                cursor.begins(connection.position if piped else None)
                 answers.append(await call_one(connection, call, timeout_s))
-                if connection.left():
-                    raise _left(connection)
+                if connection.has_ended():
+                    raise _ended(connection)
                 if connection.changed is not None and not shares:
                     raise SettingsChanged(connection.changed)
-            place.call = len(group)
+            cursor.call = len(group)
             at("before:release_savepoint")
             await connection.release_savepoint()
     except Raised as raised:
         stopped = raised
-        stopped.left = connection.left()
+        stopped.ended = connection.has_ended()
     except StoreError as error:
         # the handler swallowed the error that failed the transaction
         if error.fault is not Fault.ABORTED:
             raise
         stopped = Raised(error, error, connection.lost)
     failed = await connection.flush() if piped else None
-    return place.progress(answers, stopped, failed)
+    return cursor.progress(answers, stopped, failed)
 
 
 async def undo(db: Session) -> None:
@@ -283,7 +283,7 @@ async def _call(connection: Connection | None, call: Call, timeout_s: float | No
     at("before:handler")
     started = time.monotonic() if timeout_s is not None else 0.0
     try:
-        # read for each call: a session that the last call left unusable is replaced then
+        # read for each call: a session that the last call made unusable is then replaced
         answer = call(connection.native if connection is not None else None)
     except BaseException as error:
         if is_from_outside(error):
@@ -319,12 +319,12 @@ async def _call_async(connection: Connection | None, call: Call, timeout_s: floa
     return answer
 
 
-def _left(connection: Connection) -> Raised:
+def _ended(connection: Connection) -> Raised:
     """The error for a call that ended the transaction: the next calls would write outside it."""
     error = StoreError(
         "The handler ended the transaction that claimed its message.", fault=Fault.GUARD
     )
-    return Raised(error, None, connection.lost, left=True)
+    return Raised(error, None, connection.lost, ended=True)
 
 
 def _raised(error: BaseException, connection: Connection | None) -> Raised:

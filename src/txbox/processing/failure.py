@@ -37,7 +37,7 @@ _LIBRARIES = tuple(
     if path
 )
 
-#: Recorded when a handler left the claiming transaction (promise 2.2): its effects are unknowable.
+#: Recorded when a handler ended the claiming transaction (promise 2.2): its effects are unknown.
 BROKEN = Failure(
     error_type="TransactionBroken",
     error="transaction broken: the handler committed or rolled back the transaction that txbox began, so what it "
@@ -89,7 +89,7 @@ def failure_of(
 def shown(error: BaseException, text: str, redact: Redaction, depth: int = 8) -> BaseException:
     """An exception as a log may have it: type, frames and `text`, and so for what it came from.
 
-    The texts of libraries, which quote rows and payloads, are left out; what an exception holds stays behind.
+    The texts of libraries, which quote rows and payloads, are dropped, and so are an exception's attributes.
     """
     kind = type(error)
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -109,11 +109,11 @@ def shown(error: BaseException, text: str, redact: Redaction, depth: int = 8) ->
         stand_in.add_note(legible)
     if depth:
         if error.__cause__ is not None:
-            told = _harmless(error.__cause__, redact)
-            stand_in.__cause__ = shown(error.__cause__, told, redact, depth - 1)
+            harmless = _harmless(error.__cause__, redact)
+            stand_in.__cause__ = shown(error.__cause__, harmless, redact, depth - 1)
         elif error.__context__ is not None and not error.__suppress_context__:
-            told = _harmless(error.__context__, redact)
-            stand_in.__context__ = shown(error.__context__, told, redact, depth - 1)
+            harmless = _harmless(error.__context__, redact)
+            stand_in.__context__ = shown(error.__context__, harmless, redact, depth - 1)
     return stand_in
 
 
@@ -133,8 +133,8 @@ def fingerprint(error: BaseException) -> str:
     """Group failures that are alike: exception type and the first frame of the application."""
     frames = traceback.extract_tb(error.__traceback__)
     app_frames = [frame for frame in frames if not is_foreign(frame.filename)] or frames
-    place = f"{Path(app_frames[-1].filename).name}:{app_frames[-1].name}" if app_frames else "?"
-    return printable(f"{type(error).__name__} at {place}", 255)
+    origin = f"{Path(app_frames[-1].filename).name}:{app_frames[-1].name}" if app_frames else "?"
+    return printable(f"{type(error).__name__} at {origin}", 255)
 
 
 def printable(text: str, limit_bytes: int) -> str:
@@ -203,7 +203,7 @@ class Recorder:
     """Parks messages whose handler failed (promise 3.1).
 
     Args:
-        letters, alerting: what is staged with a message that is given up.
+        letters, alerting: what is staged with a dead message.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class Recorder:
                 message_id=None if arrival is None else arrival.message_id,
                 topic=None if arrival is None else arrival.message.topic,
                 error_type=type(error).__name__,
-                error=columns.told(text),
+                error=columns.shown_error(text),
                 retry_in_s=retry_in_s,
                 exception=None if columns.key_id else shown(error, text, columns.redact),
             )
@@ -263,7 +263,7 @@ class Recorder:
     ) -> Answer | None:
         """Record a failure in a transaction of its own; None when the row is not ours to write.
 
-        What cannot be kept of the message is left out: then a leased row keeps what it has, and a new message is dead
+        What cannot be kept of the message is dropped: then a leased row keeps what it has, and a new message is dead
         at once, because nothing could run it again.
 
         Raises:
@@ -333,7 +333,7 @@ class Recorder:
             **message_fields(handler, arrival),
             "attempt": attempts,
             "error_type": failure.error_type,
-            "error": self._store.columns.told(text),
+            "error": self._store.columns.shown_error(text),
             "exception": None if plain is None else shown(plain, text, self._store.columns.redact),
         }
         if dead:

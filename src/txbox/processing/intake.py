@@ -37,7 +37,7 @@ _STORED = Answer(Outcome.DEFERRED)
 
 @dataclass(slots=True)
 class Leasing:
-    """A lease to be taken on messages in the transaction that stores them.
+    """A lease on messages, acquired in the transaction that stores them.
 
     Attributes:
         rows: what was leased under the token, in the order of the messages.
@@ -56,7 +56,7 @@ class Intake:
     def __init__(self, protocol: InboxProtocol) -> None:
         self._protocol = protocol
 
-    async def take_persistently(
+    async def take_with_retries(
         self,
         db: Session,
         handler: Handler,
@@ -71,7 +71,7 @@ class Intake:
         """`take`, but wait while the database is away. The first call checks the schema.
 
         Args:
-            for_s, stop: see `Waiting.persistently`.
+            for_s, stop: see `Waiting.with_retries`.
 
         Raises:
             SchemaError: the tables are missing or do not fit; the message has the command to run.
@@ -81,10 +81,10 @@ class Intake:
         protocol = self._protocol
         try:
             if not protocol.checked:
-                await protocol.persistently(
+                await protocol.with_retries(
                     db, protocol.check_schema, consumer=handler.consumer, for_s=for_s, stop=stop
                 )
-            return await protocol.persistently(
+            return await protocol.with_retries(
                 db,
                 partial(
                     self.take,
@@ -239,11 +239,7 @@ class Intake:
             return {arrival.message_id: answer}
 
     async def _store(
-        self,
-        db: Session,
-        handler: Handler,
-        arrivals: Sequence[Arrival],
-        leasing: Leasing | None,
+        self, db: Session, handler: Handler, arrivals: Sequence[Arrival], leasing: Leasing | None
     ) -> dict[str, Answer]:
         protocol, consumer = self._protocol, handler.consumer
         # sorted by id, so that two stores wait for each other instead of deadlocking, unless the order counts
@@ -256,7 +252,7 @@ class Intake:
         rows_of: dict[str, Leased] = {}
         for _ in range(AGAIN_MAX):
             try:
-                fresh, found, rows = await self._insert(db, consumer, ordered, leasing)
+                fresh, existing, rows = await self._insert(db, consumer, ordered, leasing)
             except (UnusableMessage, StoreError) as error:
                 of_content = is_of_content(error)
                 locked = isinstance(error, StoreError) and error.fault is Fault.LOCK_TIMEOUT
@@ -267,12 +263,12 @@ class Intake:
                     return {**settled, **await self._stored_apart(db, handler, ordered, leasing)}
                 (arrival,) = ordered
                 if locked:
-                    return {**settled, arrival.message_id: protocol.held(handler, arrival)}
+                    return {**settled, arrival.message_id: protocol.in_progress(handler, arrival)}
                 await protocol.quarantine(
                     db, consumer, arrival.message, arrival.message_id, str(error), arrival.hash
                 )
                 return {**settled, arrival.message_id: _QUARANTINED}
-            rows_of.update((leased.arrival.message_id, leased) for leased in found)
+            rows_of.update((leased.arrival.message_id, leased) for leased in existing)
             if leasing is not None:
                 await self._give_back(db, consumer, rows, leasing)
             gone: list[Arrival] = []
@@ -280,7 +276,7 @@ class Intake:
                 if arrival.message_id in fresh:
                     settled[arrival.message_id] = self._new(consumer, arrival)
                 elif arrival.message_id in rows:
-                    settled[arrival.message_id] = await protocol.met(
+                    settled[arrival.message_id] = await protocol.settle_existing(
                         db, handler, arrival, rows[arrival.message_id]
                     )
                 else:
@@ -301,7 +297,7 @@ class Intake:
     ) -> tuple[set[str], list[Leased], dict[str, Existing]]:
         """Insert in a transaction of its own; returns the new ids, which are leased, and the rows of the others."""
         store, bound = self._protocol.store, self._protocol.limits.lock_timeout
-        found: list[Leased] = []
+        existing: list[Leased] = []
         if leasing is None:
             token = secrets.token_hex(16)
             insert = store.storing(consumer, arrivals, token=token)
@@ -311,22 +307,22 @@ class Intake:
             token, lease = leasing.token, leasing.lease
             insert = leases.storing(store, consumer, arrivals, token=token, lease=lease)
             results = await db.begin(store.begin_bounded(bound, insert))
-            found = await leases.stored(
+            existing = await leases.stored(
                 db, store, consumer, arrivals, results[-1], token=token, lease=lease
             )
-            fresh = {leased.arrival.message_id for leased in found}
+            fresh = {leased.arrival.message_id for leased in existing}
         rows = await store.classify(
             db,
             consumer,
             [arrival.message_id for arrival in arrivals if arrival.message_id not in fresh],
         )
         await db.commit(store.commit_bounded())
-        return fresh, found, rows
+        return fresh, existing, rows
 
     async def _give_back(
         self, db: Session, consumer: str, rows: dict[str, Existing], leasing: Leasing
     ) -> None:
-        """Release rows stored by a COMMIT whose answer was lost: nobody runs them, so they must not stay leased."""
+        """Release rows stored by a COMMIT whose answer was lost: no worker runs them, so they must not stay leased."""
         ours = [message_id for message_id, row in rows.items() if row.token == leasing.token]
         if ours:
             leasing.given_back = True
@@ -351,7 +347,7 @@ class Intake:
         keys: set[str | None] = set()
         for arrival in arrivals:
             if handler.options.in_order and arrival.message.key in keys:
-                settled[arrival.message_id] = self._protocol.held(handler, arrival)
+                settled[arrival.message_id] = self._protocol.in_progress(handler, arrival)
                 continue
             settled.update(await self.store(db, handler, [arrival], leasing))
             if not settled[arrival.message_id].outcome.settles and arrival.message.key is not None:
@@ -377,12 +373,7 @@ class Intake:
         return settled
 
     async def _set_aside(
-        self,
-        db: Session,
-        handler: Handler,
-        message: Message[Any],
-        message_id: str,
-        reason: str,
+        self, db: Session, handler: Handler, message: Message[Any], message_id: str, reason: str
     ) -> Answer:
         """Quarantine a message; where that fails unexpectedly it is not settled, and tried again."""
         try:

@@ -32,7 +32,7 @@ from txbox.session import Raised, Result, Session, Statement, Transaction
 from txbox.store import order
 from txbox.store.codec import Arrival
 from txbox.store.dialect import Dialect
-from txbox.store.inbox import FINISHED, Existing, InboxStore, Won
+from txbox.store.inbox import FINISHED, ClaimResult, Existing, InboxStore
 
 
 class End(Enum):
@@ -40,7 +40,7 @@ class End(Enum):
 
     COMMITTED = "committed"
     RAISED = "raised"  # the handler, or the database on its behalf: rolled back
-    BROKEN = "broken"  # the handler left the claiming transaction
+    BROKEN = "broken"  # the handler ended the claiming transaction
     CONFLICT = "conflict"  # deadlock or serialization failure: rolled back
     LOCKED = "locked"  # another transaction holds an id
     LOST = "lost"  # the connection is gone, or of no use, before COMMIT was sent: rolled back by the server
@@ -58,7 +58,7 @@ class Claim(NamedTuple):
     Attributes:
         lease: the token under which the rows are leased.
         replay: the row is processed, and runs once more.
-        stop: True when a lease is not given back any more to a database that is away.
+        stop: True when leases are no longer released while the database is away.
         for_s: how long to wait for the database when a handler without a transaction has run; None for ever.
     """
 
@@ -81,7 +81,7 @@ _ids_in_order: type[list[str]] = list
 
 @dataclass(slots=True)
 class TransactionResult:
-    """How a transaction ended, and what it found.
+    """How a transaction ended, and its results.
 
     Attributes:
         fresh: ids that were claimed.
@@ -234,7 +234,7 @@ class HandlerTransaction:
         group: int = 0,
         returned: list[Any] | None = None,
     ) -> TransactionResult:
-        """BEGIN and claim; the handler on what was claimed, in the order given; close and COMMIT.
+        """BEGIN and claim; the handler on what was claimed, in the same order; close and COMMIT.
 
         Args:
             arrivals: with different ids.
@@ -252,9 +252,9 @@ class HandlerTransaction:
         try:
             results = await db.begin((*claiming, *checks), decode, user_code=True)
             ran.claimed_at = time.monotonic()
-            found: list[Result] = []
+            checked: list[Result] = []
             if checks:
-                results, found = results[: len(claiming)], results[len(claiming) :]
+                results, checked = results[: len(claiming)], results[len(claiming) :]
             won = self.store.claimed(claiming, results)
             if won is not None and len(won.ids) == len(arrivals):
                 ran.fresh = won.ids
@@ -266,7 +266,7 @@ class HandlerTransaction:
         except StoreError as error:
             return await self._not_claimed(db, error)
         if checks:
-            self._check_order(handler, arrivals, ran, [result.rows for result in found])
+            self._check_order(handler, arrivals, ran, [result.rows for result in checked])
             if ran.waiting:
                 ran.end = End.WAITS
                 await db.rollback()
@@ -341,7 +341,7 @@ class HandlerTransaction:
         ran: TransactionResult,
         handler: Handler,
         arrivals: Sequence[Arrival],
-        won: Won,
+        won: ClaimResult,
     ) -> None:
         """Read the rows of a claim that won nothing, and end its transaction."""
         if not handler.options.keep_result:
@@ -405,7 +405,7 @@ class HandlerTransaction:
             end = end_of_handler(progress.raised, together=ran.together)
             if (
                 end is not End.RAISED
-                or progress.raised.left
+                or progress.raised.ended
                 or refused(self.store.dialect, progress.raised)
             ):
                 raise progress.raised
@@ -436,7 +436,7 @@ class HandlerTransaction:
         ran: TransactionResult,
         handler: Handler,
         arrivals: Sequence[Arrival],
-        won: Won | None,
+        won: ClaimResult | None,
         token: str,
     ) -> None:
         """Read the rows of the ids that were not won; without `won`, the rows' tokens say which were."""
@@ -458,7 +458,7 @@ class HandlerTransaction:
     async def _lost_savepoint(
         self, db: Session, ran: TransactionResult, error: StoreError, token: str
     ) -> None:
-        """Our savepoint is gone, or recording a failure failed: the handler left it, or the connection broke."""
+        """Our savepoint is gone, or recording a failure failed: the handler ended it, or the connection broke."""
         ran.error = ran.database_error = error
         ran.end = end_of_commit(error)
         if ran.end is End.BROKEN:
@@ -490,22 +490,22 @@ class HandlerTransaction:
         handler: Handler,
         arrivals: Sequence[Arrival],
         ran: TransactionResult,
-        found: Sequence[Sequence[Sequence[Any]]],
+        checks: Sequence[Sequence[Sequence[Any]]],
     ) -> None:
         gaps = handler.options.gaps
         if handler.options.sequence is None:
-            blocked = {row[0] for row in found[0]}
+            blocked = {row[0] for row in checks[0]}
             ran.waiting = {
                 arrival.message_id
                 for arrival in arrivals
                 if arrival.message_id in ran.fresh and arrival.message.key in blocked
             }
             return
-        for arrival, rows in zip(arrivals, found, strict=True):
+        for arrival, rows in zip(arrivals, checks, strict=True):
             sequence, versions = arrival.message.sequence, order.Versions.read(rows)
             if arrival.message_id not in ran.fresh or sequence is None:
                 continue
-            if versions.waits(sequence, gaps):
+            if versions.must_wait(sequence, gaps):
                 ran.waiting |= {arrival.message_id}
             elif versions.gap(sequence, gaps):
                 ran.gap = versions.expected(gaps)
@@ -578,7 +578,7 @@ class HandlerTransaction:
         ran.end = end_of_handler(raised, together=ran.together)
         if not refused(self.store.dialect, raised):
             await self._check_still_claimed(db, ran, token)
-            if raised.left and self.store.dialect.refuses_commit:
+            if raised.ended and self.store.dialect.refuses_commit:
                 # earlier calls were rolled back with the claim, and can run again
                 ran.unknown = set(ran.called[-1:])
         await _end(db, dropped=ran.end in (End.BROKEN, End.LOST))

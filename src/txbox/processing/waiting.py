@@ -1,5 +1,5 @@
 """Waiting outside any transaction: for an id that another thread holds (promise 2.5), after a conflict, and for
-a database that is away (promise 2.8). Meanwhile nothing is counted, refused or acknowledged.
+a database that is away (promise 2.8). Until it is back, nothing is counted, refused or acknowledged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from threading import Lock
 from typing import TypeVar
 
 from txbox.connections.base import forgets_parent
-from txbox.errors import CURABLE, StoreError, StoreUnavailable
+from txbox.errors import StoreError, StoreUnavailable
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Events, TransactionRetried
 from txbox.policy import Backoff, Limits
 from txbox.session import Session
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Holder:
     """A lane that prepares its next batch while the last one commits.
 
-    An id may be in both batches; it is held until both have left it.
+    An id may be in both batches; it stays in flight until both have finished.
     """
 
     __slots__ = ("ids", "twice")
@@ -42,56 +42,56 @@ class InFlight:
 
     def forget_parent(self) -> None:
         self._lock = Lock()
-        # the ids of each consumer; a future is made only if somebody waits
-        self._held: dict[str, dict[str, Future[None] | None]] = {}
+        # the ids of each consumer; a future is made only for a waiter
+        self._ids: dict[str, dict[str, Future[None] | None]] = {}
 
     def enter(
         self, consumer: str, message_id: str, holder: Holder | None = None
     ) -> Future[None] | None:
-        """Take an id. Returns None if it is ours now, else a future that is done when its holder leaves it."""
+        """Enter an id. Returns None if it is ours now, else a future that is done when its holder leaves."""
         with self._lock:
-            held = self._held.setdefault(consumer, {})
-            if _taken(held, (message_id,), holder):
+            entered = self._ids.setdefault(consumer, {})
+            if _enter(entered, (message_id,), holder):
                 return None
-            freed = held[message_id]
+            freed = entered[message_id]
             if freed is None:
-                freed = held[message_id] = Future()
+                freed = entered[message_id] = Future()
             return freed
 
     def enter_all(
         self, consumer: str, message_ids: Sequence[str], holder: Holder | None = None
     ) -> bool:
-        """Take all of these ids, or none if somebody else holds one."""
+        """Enter all of these ids, or none if one is in flight elsewhere."""
         with self._lock:
-            return _taken(self._held.setdefault(consumer, {}), message_ids, holder)
+            return _enter(self._ids.setdefault(consumer, {}), message_ids, holder)
 
     def leave(self, consumer: str, *message_ids: str, holder: Holder | None = None) -> None:
-        """Give up ids and wake those that wait for them."""
+        """Leave ids and wake the waiters."""
         with self._lock:
             # empty in the child of a handler that forked
-            held = self._held.get(consumer, {})
-            left: Iterable[str] = message_ids
+            entered = self._ids.get(consumer, {})
+            released: Iterable[str] = message_ids
             if holder is not None:
                 if kept := holder.twice.intersection(message_ids):
                     holder.twice -= kept
-                    left = set(message_ids) - kept
-                holder.ids.difference_update(left)
-            waited = [freed for each in left if (freed := held.pop(each, None)) is not None]
+                    released = set(message_ids) - kept
+                holder.ids.difference_update(released)
+            waited = [freed for each in released if (freed := entered.pop(each, None)) is not None]
         for freed in waited:
             freed.set_result(None)
 
 
-def _taken(
-    held: dict[str, Future[None] | None], message_ids: Sequence[str], holder: Holder | None
+def _enter(
+    entered: dict[str, Future[None] | None], message_ids: Sequence[str], holder: Holder | None
 ) -> bool:
-    if held.keys().isdisjoint(message_ids):
-        held.update(dict.fromkeys(message_ids))
+    if entered.keys().isdisjoint(message_ids):
+        entered.update(dict.fromkeys(message_ids))
     else:
-        shared = held.keys() & set(message_ids)
+        shared = entered.keys() & set(message_ids)
         if holder is None or not shared <= holder.ids - holder.twice:
             return False
         holder.twice |= shared
-        held.update((message_id, None) for message_id in message_ids if message_id not in shared)
+        entered.update((message_id, None) for message_id in message_ids if message_id not in shared)
     if holder is not None:
         holder.ids.update(message_ids)
     return True
@@ -122,7 +122,7 @@ class Waiting:
     ) -> bool:
         """Take an id, waiting up to the lock timeout for the thread that holds it; False if it kept it.
 
-        Each holder in turn is given a full lock timeout, so nobody gives up in a storm of copies.
+        Each holder in turn gets a full lock timeout, so that waiters survive a storm of copies.
         """
         bound_s = self._limits.lock_timeout.total_seconds()
         deadline = time.monotonic() + _HOLDERS_MAX * bound_s
@@ -151,7 +151,7 @@ class Waiting:
         await db.wait(_CONFLICT_PAUSE_S * random.random() * tries)
         return True
 
-    async def persistently(
+    async def with_retries(
         self,
         db: Session,
         operation: Callable[[Session], Awaitable[T]],
@@ -179,7 +179,7 @@ class Waiting:
                 answer = await operation(db)
             except StoreError as error:
                 db.discard()
-                if error.fault not in CURABLE:
+                if not error.transient:
                     raise
                 now = time.monotonic()
                 paused_at = paused_at or now
@@ -200,7 +200,7 @@ class Waiting:
                         ) from error
                 backoff = backoff or Backoff(*_PAUSE_S, spread=(0.5, 1.5))
                 wait_s = backoff.next_s()
-                # a try from before somebody else was answered tells of trouble that is over
+                # a try that began before another one succeeded reports trouble that is over
                 if began >= self._resumed_at.get(consumer, 0.0):
                     self._events.emit(
                         ConsumptionPaused(consumer=consumer, reason=str(error), retry_in_s=wait_s)

@@ -221,11 +221,7 @@ class Worker:
 
 
 async def write(
-    db: Session,
-    dialect: Dialect,
-    identity: Identity,
-    doing: Doing,
-    counted: Mapping[Key, Counts],
+    db: Session, dialect: Dialect, identity: Identity, doing: Doing, counted: Mapping[Key, Counts]
 ) -> None:
     """Write this process's heartbeat and counts, in one commit.
 
@@ -260,8 +256,8 @@ async def gone(db: Session, dialect: Dialect, worker: str) -> None:
 
 async def outbox_ages(db: Session, dialect: Dialect, routes: Sequence[str]) -> dict[str, float]:
     """Read for how many seconds the first message of each route has been due; negative while it is delayed."""
-    found = await db.alone(dialect.statement("outbox_ages", {}, {"route": list(routes)}))
-    return {str(route): float(age_s) for route, age_s in found.rows}
+    result = await db.alone(dialect.statement("outbox_ages", {}, {"route": list(routes)}))
+    return {str(route): float(age_s) for route, age_s in result.rows}
 
 
 async def read(
@@ -278,8 +274,8 @@ async def read(
     clock = await db.alone(dialect.statement("clock"))
     clock_s = float(clock.rows[0][0])
     first = int(clock_s // 60) - minutes + 1
-    found = await db.alone(dialect.statement("activity_read", {"minute": first, "step": step}))
-    return clock_s, [_counted(row) for row in found.rows]
+    result = await db.alone(dialect.statement("activity_read", {"minute": first, "step": step}))
+    return clock_s, [_counted(row) for row in result.rows]
 
 
 def _counted(row: Sequence[Any]) -> tuple[Key, Counts]:
@@ -302,11 +298,11 @@ async def fold(db: Session, dialect: Dialect, *, older_than_s: float, step: int 
     """
     before = await _minute_before(db, dialect, older_than_s)
     params = {"before": before - before % step, "limit": _FOLDED, "step": step}
-    found = await db.execute(dialect.statement("activity_minutes", params))
-    if not found.rows:
+    result = await db.execute(dialect.statement("activity_minutes", params))
+    if not result.rows:
         await db.commit()
         return 0
-    steps = {int(row[0]) // step * step for row in found.rows}
+    steps = {int(row[0]) // step * step for row in result.rows}
     minutes = {"minute": [first + offset for first in sorted(steps) for offset in range(step)]}
     sums: dict[Key, Counts] = {}
     rows = await db.execute(dialect.statement("activity_of", {}, minutes))
@@ -336,14 +332,14 @@ async def _minute_before(db: Session, dialect: Dialect, older_than_s: float) -> 
 
 async def workers(db: Session, dialect: Dialect) -> list[Worker]:
     """Read the worker processes, oldest first."""
-    found = await db.alone(dialect.statement("workers"))
-    return [_shown(row) for row in found.rows]
+    result = await db.alone(dialect.statement("workers"))
+    return [_shown(row) for row in result.rows]
 
 
 def _shown(row: Sequence[Any]) -> Worker:
     try:
         return _worker(row)
-    except Exception as error:  # noqa: BLE001  # somebody has altered it: it hides no other
+    except Exception as error:  # noqa: BLE001  # an altered row must not hide the others
         raised = type(error).__name__
         log.warning("A worker cannot be shown: %s (boundary: %s)", raised, Boundary.ROW)
         plain = (*row[:5], f"(cannot be shown: {raised})", "[]", "{}", "{}", 0, row[10], 0, 0, 0)
@@ -433,15 +429,15 @@ async def pauses(db: Session, dialect: Dialect) -> tuple[float, list[Pause]]:
     Returns:
         The database's clock in seconds since the epoch, and the pauses by consumer.
     """
-    found = await db.alone(dialect.statement("pauses"))
+    result = await db.alone(dialect.statement("pauses"))
     paused: list[Pause] = []
-    for _, consumer, actor, reason, paused_at in found.rows:
+    for _, consumer, actor, reason, paused_at in result.rows:
         at = as_time(paused_at)
         if at is not None:
             paused.append(
                 Pause(consumer=str(consumer), actor=str(actor), reason=reason, paused_at=at)
             )
-    return float(found.rows[0][0]), paused
+    return float(result.rows[0][0]), paused
 
 
 async def pause(

@@ -30,9 +30,9 @@ class Codec(Protocol):
     """Encrypts or compresses payloads, headers, results and error texts at rest.
 
     `key_id` names the current key; `decode` gets the id the row was written with. An exception is about the text or
-    payload it was given, and costs that message an attempt. While a key service is away, raise StoreUnavailable: what
-    asked for it is repeated later. If both methods take `context`, they get the same bytes, which name the row and the
-    column: authenticate them, and no text can be moved to another.
+    payload, and costs that message an attempt. While a key service is away, raise StoreUnavailable: the caller retries
+    later. If both methods take `context`, they get the same bytes, which name the row and the column: authenticate
+    them, and no text can be moved to another.
     """
 
     @property
@@ -104,7 +104,7 @@ class Leased:
     Attributes:
         attempts: failures so far.
         starts: runs from the table that never ended, including the one about to start.
-        number: its place in arrival order.
+        number: its position in arrival order.
     """
 
     arrival: Arrival
@@ -176,7 +176,7 @@ class Columns:
         self._binds = codec is not None and _takes_context(codec)
         self._refuses_plain = codec is not None and plain == "refuse"
         self.redact = redact or Redaction()
-        #: Python's name of the database's encoding, if that lacks characters of Unicode; found out at start.
+        #: Python's name of the database's encoding, if that lacks characters of Unicode; read at start.
         self.encoding: str | None = None
         self.shows_errors = True
 
@@ -252,7 +252,7 @@ class Columns:
         """Decode with the codec.
 
         Raises:
-            UnreadableMessage: it fails on this, or there is none.
+            UnreadableMessage: the codec fails on this, or is missing.
         """
         if self.codec is None:
             raise UnreadableMessage(
@@ -316,7 +316,7 @@ class Columns:
         encoded = self._encoded(text.encode(), row, column)
         return _prefix(self.codec.key_id) + base64.b64encode(encoded).decode()
 
-    def told(self, error: str) -> str:
+    def shown_error(self, error: str) -> str:
         """Return an error text for events and logs; hidden if a codec encodes it at rest."""
         return self.redact.error(error) if self.codec is None else HIDDEN_ERROR
 
@@ -408,7 +408,7 @@ class Columns:
         return len(_prefix(self.codec.key_id)) if self.codec else 0
 
     def encoded_anew(self, texts: Texts, row: Row) -> Texts:
-        """Return the texts of a row under the codec's key. Plain ones are taken as they are.
+        """Return the texts of a row under the codec's key. Plain ones are returned unchanged.
 
         Raises:
             UnreadableMessage: the codec fails on one, or lacks its key.
@@ -476,7 +476,7 @@ class Columns:
     def arrival(self, consumer: str, row: Sequence[Any]) -> Leased:
         """Read a row returned by one of the lease queries, or by replay_read.
 
-        One whose content cannot be read comes back with the reason in place of it (`Arrival.unreadable`).
+        One whose content cannot be read comes back with the reason instead (`Arrival.unreadable`).
         """
         (message_id, topic, kind, key, sequence, received_at, hashed, attempts, starts) = row[:9]
         (content_type, headers, origin, payload, _, key_id, number) = row[9:]
@@ -536,7 +536,7 @@ def _takes_context(codec: Codec) -> bool:
             "context" in signature(method).parameters for method in (codec.encode, codec.decode)
         )
     except (TypeError, ValueError):
-        # of some builtins there is none
+        # some builtins have none
         return False
 
 
@@ -562,12 +562,12 @@ def encode_origin(origin: Mapping[str, Any], time: datetime | None) -> str | Non
     moment = {"_time": time.isoformat()} if time else {}
     try:
         return json.dumps({**origin, **moment}, default=str)
-    except Exception as error:  # noqa: BLE001  # it may hold objects of any kind, and is only for people to read
+    except Exception as error:  # noqa: BLE001  # it may contain objects of any kind, and only people read it
         return json.dumps({"unreadable": type(error).__name__, **moment})
 
 
 def decode_origin(text: str | None) -> tuple[dict[str, Any], datetime | None]:
-    """Read what `encode_origin` wrote; nothing, if somebody has altered it."""
+    """Read what `encode_origin` wrote; nothing if it was altered."""
     if not text:
         return {}, None
     try:

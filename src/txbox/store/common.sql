@@ -565,8 +565,8 @@ SELECT [message starts]
 [column] = CASE WHEN txbox_quarantine.status = 'quarantined' THEN txbox_quarantine.[column] ELSE [value] END
 
 -- name: edit_set_aside
--- What stands in the row stays readable in the quarantine, under the hash of its payload. Its bytes do not count
--- there: an operator put it there, and it is kept as long as its message.
+-- The original stays readable in the quarantine, under the hash of its payload, as long as its message. Its bytes are
+-- not counted: an operator put it there.
 INSERT INTO txbox_quarantine (consumer, message_id, hash, status, reason, topic, type, [key],
                               content_type, headers, origin, payload, key_id)
 SELECT inbox.consumer, inbox.message_id, :hash::bytea, 'replaced', :reason::text, inbox.topic, inbox.type, inbox.key,
@@ -1021,7 +1021,7 @@ SELECT 'tables', [age min(applied_at)] FROM txbox_schema
  UNION ALL
 SELECT 'rows', count(*)::double precision FROM (SELECT 1 FROM txbox_inbox LIMIT 1) AS present
 
--- ---- admin/found.py -------------------------------------------------------------------------------------------------
+-- ---- admin/facts.py -------------------------------------------------------------------------------------------------
 
 -- name: database_clock
 SELECT [time [now]]

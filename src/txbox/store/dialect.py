@@ -112,13 +112,13 @@ class Dialect:
         params: Mapping[str, Any],
         rows: Mapping[str, Sequence[Any]] | None = None,
     ) -> Result:
-        """Execute a query that picks rows and takes them; returns the rows it took.
+        """Execute a query that selects and updates rows; returns the updated rows.
 
         If this database's statements cannot return the rows they write, the query only locks and reads
-        them, and a second one takes them. Its row parameters are the first columns that were read.
+        them, and a second one updates them. Its row parameters are the first columns that were read.
         """
-        found = await db.execute(self.statement(name, params, rows))
-        return await self._taken(db, name, params, found)
+        picked = await db.execute(self.statement(name, params, rows))
+        return await self._take_second(db, name, params, picked)
 
     async def take_alone(
         self,
@@ -131,21 +131,21 @@ class Dialect:
         statement = self.statement(name, params, rows)
         if name not in self.seconds:
             return (await db.together((statement,)))[0]
-        (found,) = await db.begin((statement,))
-        taken = await self._taken(db, name, params, found)
+        (picked,) = await db.begin((statement,))
+        result = await self._take_second(db, name, params, picked)
         await db.commit()
-        return taken
+        return result
 
-    async def _taken(
-        self, db: Transaction, name: str, params: Mapping[str, Any], found: Result
+    async def _take_second(
+        self, db: Transaction, name: str, params: Mapping[str, Any], selected: Result
     ) -> Result:
-        if name not in self.seconds or not found.rows:
-            return found
+        if name not in self.seconds or not selected.rows:
+            return selected
         second = self.seconds[name]
         columns = dict.fromkeys(_ROWS.findall(self.queries[second]))
-        picked = {column: [row[n] for row in found.rows] for n, column in enumerate(columns)}
-        taken = await db.execute(self.statement(second, params, picked))
-        return Result(found.rows, taken.count)
+        picked = {column: [row[n] for row in selected.rows] for n, column in enumerate(columns)}
+        updated = await db.execute(self.statement(second, params, picked))
+        return Result(selected.rows, updated.count)
 
     @property
     def idle_limit(self) -> tuple[Statement, ...]:
@@ -173,8 +173,8 @@ def _expanded(sql: str, count: int) -> str:
 def _numbered(text: str, index: int) -> str:
     """Add the row's number to the row parameters of one repetition."""
     return _TOKEN.sub(
-        lambda found: (
-            f":{found[1]}.{index}" if found[1] and found[1].startswith("rows.") else found[0]
+        lambda match: (
+            f":{match[1]}.{index}" if match[1] and match[1].startswith("rows.") else match[0]
         ),
         text,
     )
@@ -253,8 +253,8 @@ def _whole(sql: str, fragments: Mapping[str, tuple[list[str], str]]) -> str:
     """Replace every use of a fragment; the last of its parameters may have commas."""
     while use := _USE.search(sql):
         words, text = fragments[use[1]]
-        given = use[2].split(", ", len(words) - 1) if use[2] else ()
-        for word, value in zip(words, given, strict=True):
+        values = use[2].split(", ", len(words) - 1) if use[2] else ()
+        for word, value in zip(words, values, strict=True):
             text = text.replace(f"[{word}]", value)
         sql = sql[: use.start()] + text + sql[use.end() :]
     return sql
@@ -262,7 +262,7 @@ def _whole(sql: str, fragments: Mapping[str, tuple[list[str], str]]) -> str:
 
 def qualified(sql: str, schema: str) -> str:
     """Qualify every txbox table, view and function with a PostgreSQL schema, which is a plain identifier."""
-    return _OBJECT.sub(lambda found: f'"{schema}".{found[0]}', sql)
+    return _OBJECT.sub(lambda match: f'"{schema}".{match[0]}', sql)
 
 
 @cache
@@ -291,11 +291,7 @@ def dialect(name: str, schema: str | None = None) -> Dialect:
             )
         queries = {query: qualified(sql, schema) for query, sql in queries.items()}
     return Dialect(
-        name=name,
-        queries=queries,
-        seconds=seconds,
-        faults=_FAULTS[name],
-        **_CAPABILITIES[name],
+        name=name, queries=queries, seconds=seconds, faults=_FAULTS[name], **_CAPABILITIES[name]
     )
 
 
@@ -306,7 +302,7 @@ FIRST, LAST = datetime(1, 1, 2, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
 def as_time(value: Any) -> datetime | None:
     """Return a point in time, in whatever form a query returns it, as aware UTC.
 
-    One before the year 1 or after 9998 is `FIRST` or `LAST`; None where somebody has altered it into no time at all.
+    One before the year 1 or after 9998 is `FIRST` or `LAST`; None where it was altered and is no time.
     """
     if isinstance(value, datetime):
         moment = value

@@ -68,7 +68,7 @@ FINISHED = Existing(
 )
 
 
-#: So often an id that is neither won nor found is claimed again: its row may have been pruned in between.
+#: Claims of an id that is neither won nor in the table: its row may have been pruned in between.
 AGAIN_MAX = 10
 
 
@@ -80,7 +80,7 @@ def out_of_sight(consumer: str) -> StoreUnavailable:
     )
 
 
-class Won(NamedTuple):
+class ClaimResult(NamedTuple):
     """The outcome of a claim.
 
     Attributes:
@@ -98,7 +98,7 @@ class Failure:
 
     Attributes:
         fingerprint: equal for similar failures.
-        final: the message is dead, even if it has attempts left.
+        final: the message is dead, even with attempts remaining.
         delay_s: until the next attempt; None until drawn from the handler's policy (`drawn`).
         raised: what the handler raised, for the log.
     """
@@ -127,7 +127,7 @@ class InboxStore:
     def __init__(self, dialect: Dialect, columns: Columns) -> None:
         self.dialect = dialect
         self.columns = columns
-        #: Per ordered consumer: how often due rows were looked for, and the key where the last look ended.
+        #: Per ordered consumer: how often due rows were queried, and the last key of the last query.
         self.looks_in_order: dict[str, tuple[int, str]] = {}
 
     # -- claims: which messages a transaction has won, and the proof at its end that it still holds them
@@ -149,7 +149,7 @@ class InboxStore:
             lock_timeout: the longest wait for an id.
             idle_s: after this long without a statement the server ends the transaction, if it can.
             keep: keep the payload in the row.
-            wait: the longest wait for a lock taken by the handler, if the database can limit it and the
+            wait: the longest wait for a lock of the handler's, if the database can limit it and the
                 batch can be run again; None for the connection's own setting.
         """
         params: dict[str, Any]
@@ -161,7 +161,7 @@ class InboxStore:
                 "message_id": arrival.message_id, "topic": message.topic, "type": message.type, "key": message.key,
                 "sequence": message.sequence, "payload_hash": arrival.hash,
             }  # fmt: skip
-            # one crash point, whichever form the claim takes; it bounds its wait by itself
+            # one crash point for each form of the claim, which bounds its wait itself
             return self._armed([Statement("claim", single, params)], token)
         params = {**_bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
         if keep:
@@ -191,18 +191,14 @@ class InboxStore:
         Args:
             params: of `claim_leased`: `lease`, the token they are leased under, and `keep`.
 
-        Guarantee: a leased row that has since been leased to somebody else is not won.
+        Guarantee: a leased row that has since been leased to another worker is not won.
         """
         params |= {**_bounds(lock_timeout, idle_s), "consumer": consumer, "token": token}
         statement = self.dialect.statement(name, params, {"message_id": ids})
         return self._bounded(statement, token, lock_timeout, wait)
 
     def _bounded(
-        self,
-        claim: Statement,
-        token: str,
-        lock_timeout: timedelta,
-        wait: timedelta | None = None,
+        self, claim: Statement, token: str, lock_timeout: timedelta, wait: timedelta | None = None
     ) -> tuple[Statement, ...]:
         dialect = self.dialect
         statements = [claim]
@@ -223,7 +219,9 @@ class InboxStore:
             statements.append(Statement("savepoint_claim", mark, _NOTHING))
         return tuple(statements)
 
-    def claimed(self, statements: Sequence[Statement], results: Sequence[Any]) -> Won | None:
+    def claimed(
+        self, statements: Sequence[Statement], results: Sequence[Any]
+    ) -> ClaimResult | None:
         """Return what a claim won, if its own result says so; None means: classify by token."""
         if not self.dialect.returning:
             return None
@@ -232,20 +230,22 @@ class InboxStore:
                 return self._won(statement, result)
         raise AssertionError("no claim among the statements")
 
-    def _won(self, claim: Statement, result: Any) -> Won:
+    def _won(self, claim: Statement, result: Any) -> ClaimResult:
         if not self.dialect.arrays:
-            return Won({row[0] for row in result.rows})
+            return ClaimResult({row[0] for row in result.rows})
         params = claim.params
-        asked = params.get("rows.message_id") or (params["message_id"],)
+        candidates = params.get("rows.message_id") or (params["message_id"],)
         if "rows.payload_hash" in params:
             # a claim of new ids names those it did not win
             lost = dict(result.rows)
-            won = set(asked).difference(lost) if lost else set(asked)
-            return Won(won, [message_id for message_id, finished in lost.items() if finished])
-        if result.count == len(asked):
+            won = set(candidates).difference(lost) if lost else set(candidates)
+            return ClaimResult(
+                won, [message_id for message_id, finished in lost.items() if finished]
+            )
+        if result.count == len(candidates):
             # normally all of them, so their ids need not be read
-            return Won(set(asked))
-        return Won({row[0] for row in result.rows})
+            return ClaimResult(set(candidates))
+        return ClaimResult({row[0] for row in result.rows})
 
     def finds_duplicates(self, arrivals: Sequence[Arrival]) -> bool:
         """Whether `duplicates` is faster than `classify` for these."""
@@ -404,11 +404,11 @@ class InboxStore:
         *,
         token: str,
     ) -> set[str]:
-        """Return the ids that `storing`, or the claim of `accept`, found to be new."""
+        """Return the ids that `storing`, or the claim of `accept`, reported as new."""
         if self.dialect.returning:
             return {row[0] for row in result.rows}
-        found = await self.classify(db, consumer, [arrival.message_id for arrival in arrivals])
-        return {message_id for message_id, row in found.items() if row.token == token}
+        rows = await self.classify(db, consumer, [arrival.message_id for arrival in arrivals])
+        return {message_id for message_id, row in rows.items() if row.token == token}
 
     def return_payload(self, consumer: str, arrival: Arrival) -> Statement:
         """Return the statement that restores the payload of an unfinished row from a redelivery."""
@@ -522,7 +522,7 @@ class InboxStore:
             written; classify again.
 
         Raises:
-            StoreError: LOCK_TIMEOUT, when the row was held for longer: nothing was written; end the
+            StoreError: LOCK_TIMEOUT, when the row stayed locked for longer: nothing was written; end the
                 transaction with `rollback_bounded`. CONTENT: the database cannot hold the content.
             UnusableMessage: the codec fails on the content.
 
@@ -589,7 +589,7 @@ class InboxStore:
             Whether the row is dead, and how many failures it has now.
 
         Raises:
-            StoreError: the row is missing: a handler left the transaction.
+            StoreError: the row is missing: a handler ended the transaction.
         """
         params = self._failed_row(consumer, arrival, failure, retry, token=token)
         written = await db.execute(self.dialect.statement("record_own", params))
@@ -712,10 +712,10 @@ class InboxStore:
         """Read a message whose row keeps its payload, in an open transaction; None if it does not."""
         any_row = dict.fromkeys(("status", "topic", "type", "key"))
         params = {"consumer": consumer, "message_id": message_id, "after": -1, "limit": 1}
-        found = await db.execute(self.dialect.statement("replay_read", params | any_row))
-        if not found.rows:
+        result = await db.execute(self.dialect.statement("replay_read", params | any_row))
+        if not result.rows:
             return None
-        return self.columns.arrival(consumer, found.rows[0]).arrival.message
+        return self.columns.arrival(consumer, result.rows[0]).arrival.message
 
 
 # the same values for every message of a handler

@@ -32,7 +32,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class JobLease:
-    """A row of txbox_job, held by one token at a time. The database's clock decides.
+    """A row of txbox_job, leased to one token at a time. The database's clock decides.
 
     Args:
         job: the name of the row; a name over 255 bytes is stored as its digest.
@@ -53,20 +53,20 @@ class JobLease:
         """Take or renew the lease; False if another holds it."""
         params = {"name": self._name, "token": self.token, "lease_s": self.lease_s}
         await db.begin()
-        taken = await db.execute(self.dialect.statement("job_acquire", params))
-        if taken.count == 0:
+        result = await db.execute(self.dialect.statement("job_acquire", params))
+        if result.count == 0:
             await db.execute(self.dialect.statement("job_create", {"name": self._name}))
-            taken = await db.execute(self.dialect.statement("job_acquire", params))
+            result = await db.execute(self.dialect.statement("job_acquire", params))
         await db.commit()
-        return bool(taken.count)
+        return bool(result.count)
 
     async def load(self, db: Session) -> Saved:
         """Read the last saved state."""
         await db.begin()
         history = await db.execute(self.dialect.statement("anchor_history"))
-        found = await db.execute(self.dialect.statement("job_state", {"name": self._name}))
+        state = await db.execute(self.dialect.statement("job_state", {"name": self._name}))
         await db.commit()
-        return Saved(str(history.rows[0][0]), found.rows[0][0] if found.rows else None)
+        return Saved(str(history.rows[0][0]), state.rows[0][0] if state.rows else None)
 
     async def save(self, db: Session, state: str, before: Saved) -> bool:
         """Write the state; False if the lease was lost or another state is there, and nothing is written.
@@ -84,7 +84,7 @@ class JobLease:
         return bool(saved)
 
     async def release(self, db: Session) -> None:
-        """Give the lease back; does nothing if it is no longer ours."""
+        """Release the lease; does nothing if it is no longer ours."""
         await self.dialect.run(db, "job_release", {"name": self._name, "token": self.token})
 
 
@@ -157,8 +157,8 @@ async def anchors(
         The history, and the positions stored when the transaction began.
     """
     await db.begin()
-    found = await db.execute(dialect.statement("anchor_history"))
-    history = str(found.rows[0][0])
+    result = await db.execute(dialect.statement("anchor_history"))
+    history = str(result.rows[0][0])
     stored = await db.execute(dialect.statement("anchor_read", {}, {"name": list(names)}))
     positions = {
         name.decode() if isinstance(name, bytes) else str(name): int(position)
@@ -226,23 +226,20 @@ async def _pruned(
         # not ROLLBACK: psycopg would forget its prepared statements, and planning is most of an empty batch
         await db.commit()
         return 0
-    keys = {
-        "consumer": [row[0] for row in gone.rows],
-        "message_id": [row[1] for row in gone.rows],
-    }
+    keys = {"consumer": [row[0] for row in gone.rows], "message_id": [row[1] for row in gone.rows]}
     await db.execute(dialect.statement("prune_attempts", {}, keys))
     await db.commit()
     return len(gone.rows)
 
 
-class Walk:
+class BlockScan:
     """Deletes finished rows in physical order, for the database where that is the cheapest way to find them.
 
     Args:
-        parts: the tables to walk through side by side.
+        parts: the tables to scan through side by side.
 
     The number of blocks per batch adapts to the time a batch takes, as does the number of rows. Where
-    there is nothing to delete the walk is fast, and where there is, no batch takes long.
+    there is nothing to delete the scan is fast, and where there is, no batch takes long.
     """
 
     def __init__(
@@ -288,10 +285,10 @@ async def drop_quarantined(
         How many payloads were dropped, and their size in bytes.
     """
     await db.begin(_begun(dialect))
-    found = await db.execute(dialect.statement("quarantine_oldest", {"limit": limit}))
+    oldest = await db.execute(dialect.statement("quarantine_oldest", {"limit": limit}))
     chosen: list[Sequence[Any]] = []
     dropped = 0
-    for row in found.rows:
+    for row in oldest.rows:
         if dropped >= excess:
             break
         chosen.append(row)

@@ -1,4 +1,4 @@
-"""Leases: rows taken from the table for a limited time; they are extended, given back, or expire; what is due."""
+"""Leases: rows reserved for a limited time, which are extended, released, or expire; and due rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from txbox.store.inbox import InboxStore
 
 # for an ordered consumer: how many of the oldest rows are looked at before going from key to key
 _WINDOW = 200
-# one look in this many also considers rows without a key that are behind those
+# one query in this many also considers rows without a key that are behind those
 _LOOKS_PER_KEYLESS = 16
 
 
@@ -90,7 +90,7 @@ async def lease(
 
 
 def _look_on(store: InboxStore, consumer: str, leased: Sequence[Leased], limit: int) -> None:
-    """Start the next look at the keys where this one ended, so that no key always comes last."""
+    """Start the next query at the key where this one ended, so that no key always comes last."""
     looks, _ = store.looks_in_order.get(consumer, (0, ""))
     keys = [row.arrival.message.key for row in leased] if len(leased) == limit else []
     after = max((key for key in keys if key is not None), default="")
@@ -133,7 +133,7 @@ def storing(
 ) -> Statement:
     """Return the statement that inserts messages as `InboxStore.storing` does, leased from the start if possible.
 
-    Nobody else ever sees them waiting. Where that takes a second statement, `stored` runs it in the
+    No other worker ever sees them waiting. Where that takes a second statement, `stored` runs it in the
     same transaction.
     """
     if not store.dialect.has("store_leased"):
@@ -157,7 +157,7 @@ async def stored(
     token: str,
     lease: Lease,
 ) -> list[Leased]:
-    """Return the messages that `storing` found to be new, leased."""
+    """Return the new messages of `storing`, leased."""
     if not store.dialect.has("store_leased"):
         fresh = await store.stored(db, consumer, arrivals, result, token=token)
         if not fresh:
@@ -186,7 +186,7 @@ def _read(store: InboxStore, consumer: str, result: Result) -> list[Leased]:
 async def heartbeat(
     db: Session, store: InboxStore, consumer: str, ids: Sequence[str], *, token: str, lease: Lease
 ) -> int:
-    """Extend leases held under `token`; returns how many. Rows in a handler's transaction are skipped."""
+    """Extend the leases of `token`; returns how many. Rows in a handler's transaction are skipped."""
     params = {"consumer": consumer, "token": token, "lease_s": lease.duration.total_seconds()}
     return (await store.dialect.take_alone(db, "heartbeat", params, {"message_id": ids})).count
 
@@ -224,9 +224,9 @@ async def rescue(
     dialect = store.dialect
     await db.begin()
     params = {"consumer": consumer, "max_starts": max_starts, "limit": limit}
-    found = await dialect.take(db, "rescue", params)
+    expired = await dialect.take(db, "rescue", params)
     rescued: list[Rescued] = []
-    for name, message_id, topic, starts, status, attempts, error_type, error in found.rows:
+    for name, message_id, topic, starts, status, attempts, error_type, error in expired.rows:
         row = Rescued(name, message_id, topic, starts, status == Status.DEAD, error_type, error)
         rescued.append(row)
         await db.execute(
@@ -271,12 +271,12 @@ async def due(
     Guarantee: one statement without writes or locks. The answer is a hint; leases decide.
     """
     # columns of equal length: a NULL route matches nothing, and a repeated consumer only repeats its answer
-    asked: dict[str, list[str | None]] = {
+    columns: dict[str, list[str | None]] = {
         "consumer": [*consumers, *list(consumers[:1]) * (len(routes) - len(consumers))],
         "route": [*routes, *[None] * (len(consumers) - len(routes))],
     }
-    found = await db.alone(dialect.statement("due", {"ahead_s": ahead_s, "local": local}, asked))
-    return [(str(consumer), float(in_s)) for consumer, in_s in found.rows]
+    result = await db.alone(dialect.statement("due", {"ahead_s": ahead_s, "local": local}, columns))
+    return [(str(consumer), float(in_s)) for consumer, in_s in result.rows]
 
 
 async def work_left(
@@ -285,12 +285,12 @@ async def work_left(
     """Whether a consumer has rows that are due now, or leased by anybody.
 
     Args:
-        order: whether only the heads of keys are taken, and whether dead rows stay heads.
+        order: whether only the heads of keys run, and whether dead rows stay heads.
     """
     heads_only, dead_blocks = order
     if heads_only:
         params = {"consumer": consumer, "dead_blocks": dead_blocks}
-        found = await dialect.run(db, "work_left_ordered", params)
+        result = await dialect.run(db, "work_left_ordered", params)
     else:
-        found = await dialect.run(db, "work_left", {"consumer": consumer})
-    return bool(found.rows[0][0])
+        result = await dialect.run(db, "work_left", {"consumer": consumer})
+    return bool(result.rows[0][0])

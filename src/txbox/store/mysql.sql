@@ -559,7 +559,7 @@ SELECT [text outbox.route]
 SELECT count(*), [age min(oldest.staged_at)], count(CASE WHEN substr(oldest.topic, 1, 12) <> 'txbox.alerts' THEN 1 END)
   FROM (SELECT staged_at, topic FROM txbox_outbox FORCE INDEX (txbox_outbox_due) WHERE status = 'dead' LIMIT :limit) AS oldest
 
--- ---- admin/found.py -------------------------------------------------------------------------------------------------
+-- ---- admin/facts.py -------------------------------------------------------------------------------------------------
 
 -- fragment: consumers_of table
 -- The next one: min() of a range is read from the key; DISTINCT would read all of it.

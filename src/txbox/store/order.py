@@ -61,7 +61,7 @@ class Versions:
     """The state of a key when one of its versions arrives.
 
     Args:
-        last: the version processed last; None if there is none.
+        last: the version processed last; None before the first.
         earlier_unfinished: an earlier version is being processed from the table.
         overdue: this one has waited as long as allowed.
     """
@@ -85,7 +85,7 @@ class Versions:
         expected = self.expected(gaps)
         return self.earlier_unfinished or (expected is not None and sequence > expected)
 
-    def waits(self, sequence: int, gaps: GapPolicy) -> bool:
+    def must_wait(self, sequence: int, gaps: GapPolicy) -> bool:
         """Whether this version must wait. There is no time limit on waiting for one already on its way."""
         return self.gap(sequence, gaps) and (self.earlier_unfinished or not self.overdue)
 
@@ -98,7 +98,7 @@ class Waits:
     """What a message is waiting for.
 
     Attributes:
-        message_id, status, next_attempt_at: the message that must finish first; None if there is none.
+        message_id, status, next_attempt_at: the message that must finish first, if any.
         version: the version that has not arrived.
     """
 
@@ -116,7 +116,7 @@ async def waits_by_arrival(
     Args:
         dead_blocks: messages also wait for dead ones.
     """
-    found = await db.alone(
+    result = await db.alone(
         dialect.statement(
             "waits_order",
             {"consumer": consumer, "dead_blocks": dead_blocks},
@@ -125,7 +125,7 @@ async def waits_by_arrival(
     )
     return {
         row[0]: Waits(message_id=row[1], status=row[2], next_attempt_at=as_time(row[3]))
-        for row in found.rows
+        for row in result.rows
     }
 
 
@@ -137,11 +137,11 @@ async def waits_by_version(
     Args:
         first: the version a key begins with; None for any.
     """
-    found = await db.alone(
+    result = await db.alone(
         dialect.statement("waits_version", {"consumer": consumer}, {"message_id": list(ids)})
     )
     waiting: dict[str, Waits] = {}
-    for message_id, sequence, last, head, status, at, head_sequence in found.rows:
+    for message_id, sequence, last, head, status, at, head_sequence in result.rows:
         expected = first if last is None else last + 1
         if head is not None and (expected is None or head_sequence <= expected):
             waiting[message_id] = Waits(message_id=head, status=status, next_attempt_at=as_time(at))

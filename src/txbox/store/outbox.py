@@ -14,7 +14,7 @@ from txbox.session import Result, Session, Statement, Transaction
 from txbox.store.codec import Columns, Row
 from txbox.store.dialect import Dialect, as_time
 
-# pages per transaction, so that a long run of waiting keys does not hold anybody up
+# pages per transaction, so that a long run of waiting keys does not block the others
 _PAGES = 5
 _START = (None, 0)
 # a row is dated by the start of its transaction, so one that commits late lies behind the current position
@@ -28,7 +28,7 @@ class Staged:
     """A row leased by a relay.
 
     Args:
-        number: its place in its key's order.
+        number: its position in its key's order.
         attempts: failures so far.
         unreadable: why its row cannot be read; its message then has neither payload nor headers.
     """
@@ -45,8 +45,8 @@ class Staged:
 
 
 @dataclass(slots=True)
-class Look:
-    """The result of one look at the outbox.
+class LeasedPage:
+    """The result of one query of the outbox.
 
     Args:
         rows: leased, in the order in which they must be sent.
@@ -68,7 +68,7 @@ class _Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class RelayScope:
     """Which rows a relay takes: those of its route, and some that were staged without one.
 
     Args:
@@ -84,12 +84,12 @@ class Taken:
     whole: bool = False
     fits: Callable[[str, str | None], bool] = lambda _topic, _type: True
 
-    def only(self, topic: str) -> Taken:
+    def only(self, topic: str) -> RelayScope:
         """Return the same route with this topic alone."""
         return replace(self, topics=[topic], others=False, whole=False)
 
-    def without(self, topics: Collection[str]) -> Taken:
-        """Return the same route without these topics; of `whole`, none can be left out."""
+    def without(self, topics: Collection[str]) -> RelayScope:
+        """Return the same route without these topics; of `whole`, none can be excluded."""
         if self.others:
             return replace(self, topics=[*self.topics, *topics])
         return replace(self, topics=[topic for topic in self.topics if topic not in topics])
@@ -112,7 +112,7 @@ class Taken:
 class OutboxStore:
     """The relay's statements in one dialect.
 
-    Each look continues where the last one ended, and starts over at the end or after a second. So rows
+    Each query continues where the last one ended, and starts over at the end or after a second. So rows
     that wait behind the head of their key, however many, cannot hide those of other keys behind them.
     """
 
@@ -130,37 +130,37 @@ class OutboxStore:
         limit: int,
         payload_bytes: int,
         lease_s: float,
-        taken: Taken,
-    ) -> Look:
+        scope: RelayScope,
+    ) -> LeasedPage:
         """Lease due rows in a transaction of its own.
 
-        Of each key only the first open rows are taken, without a gap, so that no relay overtakes
+        Of each key only the first open rows are leased, without a gap, so that no relay overtakes
         another, or a row that failed.
 
         Args:
             limit: rows, 1 or more.
-            payload_bytes: no more rows are taken once their payloads exceed this.
+            payload_bytes: no more rows are leased once their payloads exceed this.
             lease_s: seconds after which another relay may take them.
         """
-        look = Look()
+        leased_page = LeasedPage()
         if time.monotonic() >= self._back_at:
             self._after, self._back_at = _START, time.monotonic() + self._back_s
             # later each time that it finds nothing before: else it might never see the rows behind those that wait
             self._back_s *= 2
-        (found,) = await db.begin((self._paging(limit, taken),))
+        (result,) = await db.begin((self._paging(limit, scope),))
         overtaken: list[str] = []
         committed = False
         for number in range(_PAGES):
             before = self._after
             if number:
-                found = await db.execute(self._paging(limit, taken))
-            page = self._page(found)
-            look.more = len(page) == limit
-            page = [row for row in page if taken.fits(row.topic, row.type)]
-            wanted = await self._eligible(db, page, taken) if page else []
+                result = await db.execute(self._paging(limit, scope))
+            page = self._page(result)
+            leased_page.more = len(page) == limit
+            page = [row for row in page if scope.fits(row.topic, row.type)]
+            wanted = await self._eligible(db, page, scope) if page else []
             fitting = _within(wanted, payload_bytes)
             if fitting:
-                params = {"token": token, "lease_s": lease_s, "route": taken.route}
+                params = {"token": token, "lease_s": lease_s, "route": scope.route}
                 ids = {"id": [row.id for row in fitting]}
                 committed = self.columns.codec is None and "relay_lease" not in self.dialect.seconds
                 if committed:
@@ -169,12 +169,12 @@ class OutboxStore:
                 else:
                     # read before the COMMIT: a codec may raise, for instance while its key service is away
                     leased = await self.dialect.take(db, "relay_lease", params, ids)
-                look.rows, overtaken = self._leased(fitting, leased)
-            if not look.more:
+                leased_page.rows, overtaken = self._leased(fitting, leased)
+            if not leased_page.more:
                 self._after = _START
             if len(fitting) < len(wanted):
-                self._after, look.more = before, True
-            if look.rows or not look.more:
+                self._after, leased_page.more = before, True
+            if leased_page.rows or not leased_page.more:
                 self._back_s = _BACK_S
                 break
             if committed:
@@ -184,26 +184,26 @@ class OutboxStore:
             await db.commit(release)
         elif release:
             await db.together(release)
-        return look
+        return leased_page
 
-    def _paging(self, limit: int, taken: Taken) -> Statement:
+    def _paging(self, limit: int, scope: RelayScope) -> Statement:
         after_at, after_number = self._after
         params = {
-            **taken.params, "after_at": after_at, "after_number": after_number, "limit": limit,
+            **scope.params, "after_at": after_at, "after_number": after_number, "limit": limit,
         }  # fmt: skip
-        return self.dialect.statement("relay_page", params, taken.rows)
+        return self.dialect.statement("relay_page", params, scope.rows)
 
-    def _page(self, found: Result) -> list[_Candidate]:
-        if found.rows:
-            last = found.rows[-1]
+    def _page(self, result: Result) -> list[_Candidate]:
+        if result.rows:
+            last = result.rows[-1]
             self._after = (last[4], last[1])
         return [
             _Candidate(id_, number, topic, key, size, kind)
-            for id_, number, topic, key, _, size, kind in found.rows
+            for id_, number, topic, key, _, size, kind in result.rows
         ]
 
     async def _eligible(
-        self, db: Transaction, page: Sequence[_Candidate], taken: Taken
+        self, db: Transaction, page: Sequence[_Candidate], scope: RelayScope
     ) -> list[_Candidate]:
         """Return the rows with nothing of their key ahead of them except rows of this page."""
         page = sorted(page, key=lambda row: row.number)
@@ -213,9 +213,9 @@ class OutboxStore:
                 keys.setdefault((row.topic, row.key), []).append(row.number)
         if not keys:
             return list(page)
-        asked = [(route, topic, key) for topic, key in keys for route in taken.routes(topic)]
-        routes, topics, names = zip(*asked, strict=True)
-        found = await db.execute(
+        wanted = [(route, topic, key) for topic, key in keys for route in scope.routes(topic)]
+        routes, topics, names = zip(*wanted, strict=True)
+        heads = await db.execute(
             self.dialect.statement(
                 "relay_heads",
                 {"last": page[-1].number},
@@ -224,8 +224,8 @@ class OutboxStore:
         )
         first: dict[tuple[str, str], int] = {}
         counts: Counter[tuple[str, str]] = Counter()
-        for topic, key, kind, head, count in found.rows:
-            if taken.fits(topic, kind):
+        for topic, key, kind, head, count in heads.rows:
+            if scope.fits(topic, kind):
                 first[topic, key] = min(head, first.get((topic, key), head))
                 counts[topic, key] += count
         return [
@@ -237,14 +237,14 @@ class OutboxStore:
         ]
 
     def _leased(
-        self, wanted: Sequence[_Candidate], found: Result
+        self, wanted: Sequence[_Candidate], result: Result
     ) -> tuple[list[Staged], list[str]]:
-        """Return the rows that were leased, in order, and the ids of those to be given back at once."""
-        rows = sorted((self._staged(row) for row in found.rows), key=lambda row: row.number)
-        taken = {row.id for row in rows}
+        """Return the rows that were leased, in order, and the ids to release at once."""
+        rows = sorted((self._staged(row) for row in result.rows), key=lambda row: row.number)
+        leased = {row.id for row in rows}
         # another relay was faster with an earlier row of the key, so the later rows must stay behind it
         overtaken = {
-            (row.topic, row.key) for row in wanted if row.key is not None and row.id not in taken
+            (row.topic, row.key) for row in wanted if row.key is not None and row.id not in leased
         }
         behind = [row.id for row in rows if (row.message.topic, row.message.key) in overtaken]
         return [
@@ -303,10 +303,10 @@ class OutboxStore:
         """Return the statement that gives leased rows back at once."""
         return self.dialect.statement("relay_release", {"token": token}, {"id": ids})
 
-    async def left(self, db: Session, taken: Taken) -> bool:
+    async def has_rows(self, db: Session, scope: RelayScope) -> bool:
         """Whether rows that a relay takes are due or leased."""
-        found = await db.alone(self.dialect.statement("relay_left", taken.params, taken.rows))
-        return any(taken.fits(topic, kind) for topic, kind in found.rows)
+        result = await db.alone(self.dialect.statement("relay_left", scope.params, scope.rows))
+        return any(scope.fits(topic, kind) for topic, kind in result.rows)
 
     async def adopt(
         self, db: Session, route: str, adopts: Callable[[str, str, str | None, str | None], bool]
@@ -318,24 +318,24 @@ class OutboxStore:
 
         Returns: whether there were any.
         """
-        found = await db.alone(self.dialect.statement("relay_strays", {"route": route}))
-        strays = [row for row in found.rows if adopts(*row)]
+        result = await db.alone(self.dialect.statement("relay_strays", {"route": route}))
+        strays = [row for row in result.rows if adopts(*row)]
         for stray in strays:
-            given = dict(zip(("from_route", "topic", "type", "cause_consumer"), stray, strict=True))
+            sort = dict(zip(("from_route", "topic", "type", "cause_consumer"), stray, strict=True))
             count = _ADOPTED
             while count == _ADOPTED:
-                params = {**given, "route": route, "limit": _ADOPTED}
+                params = {**sort, "route": route, "limit": _ADOPTED}
                 count = (await self.dialect.run(db, "relay_adopt", params)).count
         return bool(strays)
 
 
 def _within(wanted: Iterable[_Candidate], payload_bytes: int) -> list[_Candidate]:
-    """Return the first rows that fit, at least one. No key gets a gap, since nothing after the last is taken."""
-    taken: list[_Candidate] = []
+    """Return the first rows that fit, at least one. No key gets a gap: nothing after the last one is returned."""
+    chosen: list[_Candidate] = []
     size_bytes = 0
     for row in wanted:
         size_bytes += row.size_bytes
-        if taken and size_bytes > payload_bytes:
+        if chosen and size_bytes > payload_bytes:
             break
-        taken.append(row)
-    return taken
+        chosen.append(row)
+    return chosen

@@ -61,7 +61,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tables that hold the inbox's rows, and the database's time."""
+    """The tables with the inbox's rows, and the database's time."""
 
     parts: tuple[Part, ...]
     clock_s: float
@@ -74,16 +74,16 @@ class Layout:
     @property
     def of_time(self) -> list[Part]:
         """The time partitions, oldest first."""
-        found = (part for part in self.parts if part.ends_s is not None)
-        return sorted(found, key=lambda part: part.ends_s or 0.0)
+        dated = (part for part in self.parts if part.ends_s is not None)
+        return sorted(dated, key=lambda part: part.ends_s or 0.0)
 
     @property
     def ready_until(self) -> datetime | None:
         """Until when partitions exist; None if the inbox is not partitioned by time."""
         if self.kind not in ("uuid7", "ulid"):
             return None
-        found = self.of_time
-        return datetime.fromtimestamp((found[-1].ends_s if found else 0.0) or 0.0, UTC)
+        parts = self.of_time
+        return datetime.fromtimestamp((parts[-1].ends_s if parts else 0.0) or 0.0, UTC)
 
 
 def id_time_s(kind: Kind, text: str) -> float:
@@ -97,12 +97,12 @@ def id_time_s(kind: Kind, text: str) -> float:
 
 
 async def read(db: Transaction, dialect: Dialect) -> Layout:
-    """Read the tables that hold the rows, in an open transaction."""
+    """Read the tables with the rows, in an open transaction."""
     if not dialect.has("partitions"):
         return Layout((), 0.0)
-    found = await db.execute(dialect.statement("partitions"))
-    parts = tuple(_part(*row[:5]) for row in found.rows)
-    return Layout(parts, float(found.rows[0][5]) if found.rows else 0.0)
+    result = await db.execute(dialect.statement("partitions"))
+    parts = tuple(_part(*row[:5]) for row in result.rows)
+    return Layout(parts, float(result.rows[0][5]) if result.rows else 0.0)
 
 
 def _part(relation: int, name: str, begins: str | None, ends: str | None, blocks: int) -> Part:
@@ -119,9 +119,9 @@ def _part(relation: int, name: str, begins: str | None, ends: str | None, blocks
 async def layout(db: Session, dialect: Dialect) -> Layout:
     """`read` in a transaction of its own."""
     await db.begin()
-    found = await read(db, dialect)
+    current = await read(db, dialect)
     await db.commit()
-    return found
+    return current
 
 
 async def make(db: Session, dialect: Dialect, first_s: float, last_s: float, wait_ms: int) -> str:
@@ -129,7 +129,7 @@ async def make(db: Session, dialect: Dialect, first_s: float, last_s: float, wai
 
     Args:
         first_s, last_s: where it begins and ends, in seconds since the epoch.
-        wait_ms: the longest wait for a lock; meanwhile everybody who uses the inbox queues behind it.
+        wait_ms: the longest wait for a lock; every user of the inbox queues behind it.
 
     Returns:
         "made"; "there" if it existed; "strays" if too many rows of that time are in the default
@@ -144,8 +144,8 @@ async def make(db: Session, dialect: Dialect, first_s: float, last_s: float, wai
 
 async def rows(db: Session, dialect: Dialect, part: Part) -> int:
     """Count the rows of a time partition."""
-    found = await dialect.run(db, "partition_rows", {"first": part.begins, "last": part.ends})
-    return int(found.rows[0][0])
+    result = await dialect.run(db, "partition_rows", {"first": part.begins, "last": part.ends})
+    return int(result.rows[0][0])
 
 
 async def detach(
@@ -167,15 +167,15 @@ async def detach(
 
 async def detached(db: Session, dialect: Dialect) -> list[str]:
     """Name the tables that `detach` took out of the inbox and that are not dropped yet."""
-    found = await dialect.run(db, "partitions_detached")
-    return [str(name) for (name,) in found.rows]
+    result = await dialect.run(db, "partitions_detached")
+    return [str(name) for (name,) in result.rows]
 
 
 async def drop(db: Session, dialect: Dialect, name: str, older_than_s: float, wait_ms: int) -> bool:
     """Drop a table that `detach` took out of the inbox; returns whether it did.
 
     Raises:
-        StoreError: LOCK_TIMEOUT while somebody reads that table.
+        StoreError: LOCK_TIMEOUT while that table is being read.
     """
     params = {"name": name, "older_than_s": older_than_s}
     return bool(await _changed(db, dialect, "partition_drop", params, wait_ms))
@@ -188,16 +188,16 @@ async def _changed(
     return (await dialect.run(db, query, params, begin=(bound,))).rows[0][0]
 
 
-def missing(found: Layout, length: timedelta, ahead: int) -> list[tuple[float, float]]:
+def missing(layout: Layout, length: timedelta, ahead: int) -> list[tuple[float, float]]:
     """Return the times without a partition: the present one and the `ahead` that follow.
 
-    Each is given as begin and end, in seconds since the epoch.
+    Each is a begin and an end, in seconds since the epoch.
     """
-    ready = found.ready_until
+    ready = layout.ready_until
     if ready is None:
         return []
     length_s = length.total_seconds()
-    slot = found.clock_s // length_s
+    slot = layout.clock_s // length_s
     wanted = (
         ((slot + offset) * length_s, (slot + offset + 1) * length_s) for offset in range(ahead + 1)
     )

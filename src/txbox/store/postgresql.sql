@@ -883,7 +883,7 @@ SELECT application_name, coalesce(extract(epoch FROM replay_lag), 0)::double pre
        CASE WHEN NOT pg_is_in_recovery() THEN pg_wal_lsn_diff(pg_current_wal_lsn(), replay_lsn) END::bigint, sync_state
   FROM pg_stat_replication WHERE state = 'streaming'
 
--- ---- admin/found.py -------------------------------------------------------------------------------------------------
+-- ---- admin/facts.py -------------------------------------------------------------------------------------------------
 
 -- name: explain_outbox
 -- Which of these outgoing messages there are.

@@ -22,7 +22,7 @@ from txbox.store.partitions import Partitioning
 VERSION = 1
 OLDEST_USABLE = 1
 
-# the storage settings of the inbox: a partitioned one has PARTITION BY in their place, and its partitions have them
+# the storage settings of the inbox: a partitioned one has PARTITION BY instead, and its partitions have them
 _INBOX_STORAGE = re.compile(
     r"(?<=PRIMARY KEY \(consumer, message_id\)\n\) )WITH \(autovacuum[^;]*\)(?=;)"
 )
@@ -85,7 +85,7 @@ def migrations(dialect_name: str, after: int = 0, upto: int | None = None) -> li
     """Read the files of the migrations behind version `after`, up to version `upto` (None: this release's)."""
     upto = VERSION if upto is None else upto
     texts: list[str] = []
-    for entry in sorted(_folder(dialect_name).iterdir(), key=lambda found: found.name):
+    for entry in sorted(_folder(dialect_name).iterdir(), key=lambda file: file.name):
         named = _FILE.fullmatch(entry.name)
         if named and after < int(named[1]) <= upto:
             texts.append(entry.read_text("utf-8"))
@@ -133,8 +133,8 @@ async def read_state(db: Transaction, dialect: Dialect) -> SchemaState:
     exists = await db.execute(dialect.statement("schema_exists"))
     if not exists.rows[0][0]:
         return SchemaState(None, None, None)
-    found = await db.execute(dialect.statement("schema_version"))
-    version, compatible_from = found.rows[0] if found.rows else (None, None)
+    result = await db.execute(dialect.statement("schema_version"))
+    version, compatible_from = result.rows[0] if result.rows else (None, None)
     return SchemaState(version, compatible_from, exists.rows[0][1])
 
 
@@ -167,7 +167,7 @@ async def _checked(db: Transaction, dialect: Dialect) -> SchemaState:
         # dropped between the two statements
         state = SchemaState(None, None, None)
     if refusal := unusable(state):
-        raise SchemaError(refusal)
+        raise refusal
     try:
         fires = await guarded(db, dialect, state)
     except StoreError as error:
@@ -194,7 +194,7 @@ async def check_session(db: Transaction, dialect: Dialect) -> dict[str, str]:
     """
     settings = await session_settings(db, dialect)
     for refusal in unfit(settings).values():
-        raise SchemaError(refusal)
+        raise refusal
     return settings
 
 
@@ -202,22 +202,22 @@ async def session_settings(db: Transaction, dialect: Dialect) -> dict[str, str]:
     """Read what `unfit` judges; nothing where there is nothing to judge."""
     if not dialect.has("session"):
         return {}
-    found = await db.execute(dialect.statement("session"))
-    return {str(name): "" if value is None else str(value) for name, value in found.rows}
+    result = await db.execute(dialect.statement("session"))
+    return {str(name): "" if value is None else str(value) for name, value in result.rows}
 
 
-def unfit(settings: Mapping[str, str]) -> dict[str, str]:
+def unfit(settings: Mapping[str, str]) -> dict[str, SchemaError]:
     """Why txbox's statements cannot work in such a session, each with what to do, by the name of the setting."""
-    refusals: dict[str, str] = {}
+    refusals: dict[str, SchemaError] = {}
     if tables := settings.get("row_security"):
-        refusals["row_security"] = (
-            f"Row security decides which rows of {tables} this role sees, and so may hide messages: `ALTER TABLE … "
-            "DISABLE ROW LEVEL SECURITY` for these tables, or `ALTER ROLE … BYPASSRLS`."
+        refusals["row_security"] = SchemaError(
+            f"Row security decides which rows of {tables} this role sees, and so may hide messages",
+            "`ALTER TABLE … DISABLE ROW LEVEL SECURITY` for these tables, or `ALTER ROLE … BYPASSRLS`.",
         )
     for name, (fits, remedy) in _FITS.items():
         value = settings.get(name)
         if value is not None and not fits(value):
-            refusals[name] = f"{name} is {value or 'empty'}: {remedy}."
+            refusals[name] = SchemaError(f"{name} is {value or 'empty'}", f"{remedy}.")
     return refusals
 
 
@@ -286,19 +286,22 @@ async def state_of(db: Session, dialect: Dialect) -> SchemaState:
     return state
 
 
-def unusable(state: SchemaState) -> str | None:
+def unusable(state: SchemaState) -> SchemaError | None:
     """Why this release cannot work with the tables, with the command to run; None when it can."""
     if state.version is None:
-        return "The txbox tables are missing: run `txbox init`, or apply the output of `txbox schema print`."
+        return SchemaError(
+            "The txbox tables are missing",
+            "run `txbox init`, or apply the output of `txbox schema print`.",
+        )
     if state.version < OLDEST_USABLE:
-        return (
-            f"The txbox tables are at version {state.version}, but this release needs {OLDEST_USABLE}: "
-            "run `txbox schema apply`."
+        return SchemaError(
+            f"The txbox tables are at version {state.version}, but this release needs {OLDEST_USABLE}",
+            "run `txbox schema apply`.",
         )
     if state.version > VERSION and (state.compatible_from or state.version) > VERSION:
-        return (
-            f"The txbox tables are at version {state.version}, which this release (version {VERSION}) cannot use: "
-            "upgrade txbox with `pip install -U txbox`."
+        return SchemaError(
+            f"The txbox tables are at version {state.version}, which this release (version {VERSION}) cannot use",
+            "upgrade txbox with `pip install -U txbox`.",
         )
     return None
 
@@ -358,7 +361,7 @@ async def migrate(
     upto: int | None = None,
     partitioning: Partitioning | None = None,
 ) -> tuple[int, int]:
-    """`apply` in the caller's transaction, up to a given version; newer tables are left alone."""
+    """`apply` in the caller's transaction, up to a version; newer tables are not changed."""
     upto = VERSION if upto is None else upto
     await check_session(db, dialect)
     if dialect.has("schema_lock"):
@@ -366,10 +369,10 @@ async def migrate(
     state = await read_state(db, dialect)
     before = state.version or 0
     if before and partitioning is not None:
-        found = await partitions.read(db, dialect)
-        if found.kind != partitioning.kind:
+        existing = await partitions.read(db, dialect)
+        if existing.kind != partitioning.kind:
             raise ConfigurationError(
-                f"The inbox exists and is {_as_found(found.kind)}: partitioning is chosen when the tables are "
+                f"The inbox exists and is {_as_found(existing.kind)}: partitioning is chosen when the tables are "
                 "created. See docs/howto/retention.md for a table with rows."
             )
         partitioning = None
@@ -383,9 +386,9 @@ async def migrate(
 
 
 async def _lock(db: Transaction, dialect: Dialect) -> None:
-    found = await db.execute(dialect.statement("schema_lock"))
+    result = await db.execute(dialect.statement("schema_lock"))
     # a lock that outlives transactions answers 1; 0 when it was not free in time, NULL when the wait was ended
-    if dialect.has("schema_unlock") and not found.rows[0][0]:
+    if dialect.has("schema_unlock") and not result.rows[0][0]:
         raise StoreError(
             "Another process has been creating or upgrading the txbox tables all the time, and nothing was changed: "
             "run `txbox init` again when it is done.",
@@ -404,8 +407,8 @@ async def creators(db: Session, dialect: Dialect) -> list[str]:
     """
     if not dialect.has("schema_creators"):
         return []
-    found = await dialect.run(db, "schema_creators")
-    return [str(row[0]) for row in found.rows]
+    result = await dialect.run(db, "schema_creators")
+    return [str(row[0]) for row in result.rows]
 
 
 def grants(dialect: Dialect, kind: partitions.Kind | None = None) -> dict[str, str]:
@@ -573,38 +576,38 @@ class Catalogue:
 def expected(dialect_name: str, upto: int | None = None) -> Catalogue:
     """Return what the migrations up to a version (None: this release's) create, except for partitions."""
     text = _COMMENT.sub("", "\n".join(migrations(dialect_name, upto=upto)))
-    found = Catalogue()
+    wanted = Catalogue()
     for step in _STEP.finditer(text):
         if (table := step["table"]) is not None:
             body = step["body"]
-            found.columns[table] = {name for _, name in _COLUMN.findall(body)}
-            found.indexes[table] = {"".join(names) for names in _KEY.findall(body)}
+            wanted.columns[table] = {name for _, name in _COLUMN.findall(body)}
+            wanted.indexes[table] = {"".join(names) for names in _KEY.findall(body)}
             if _KEY_OF_COLUMN.search(body):
-                found.indexes[table].add(f"{table}_pkey")
+                wanted.indexes[table].add(f"{table}_pkey")
         elif step["view"] is not None:
-            found.columns[step["view"]] = set()
+            wanted.columns[step["view"]] = set()
         elif step["index"] is not None:
-            found.indexes[step["indexed"]].add(step["index"])
+            wanted.indexes[step["indexed"]].add(step["index"])
         elif step["dropped"] is not None:
             for name in re.findall(r"txbox_\w+", step["dropped"]):
-                for of_table in found.indexes.values():
+                for of_table in wanted.indexes.values():
                     of_table.discard(name)
         elif step["function"] is not None:
-            found.functions[step["function"]] = step["source"]
+            wanted.functions[step["function"]] = step["source"]
         else:
-            _alter(found, step["altered"], step["changes"])
+            _alter(wanted, step["altered"], step["changes"])
     if dialect_name == "sqlite":
         # the index of a primary key has no name
-        found.indexes = {
+        wanted.indexes = {
             table: {name for name in names if name != "PRIMARY" and not name.endswith("_pkey")}
-            for table, names in found.indexes.items()
+            for table, names in wanted.indexes.items()
         }
-    return found
+    return wanted
 
 
-def _alter(found: Catalogue, table: str, changes: str) -> None:
+def _alter(wanted: Catalogue, table: str, changes: str) -> None:
     for verb, kind, name in _CHANGE.findall(changes):
-        of_table = (found.columns if kind == "COLUMN" else found.indexes)[table]
+        of_table = (wanted.columns if kind == "COLUMN" else wanted.indexes)[table]
         if verb == "ADD":
             of_table.add(name)
         else:
@@ -613,40 +616,40 @@ def _alter(found: Catalogue, table: str, changes: str) -> None:
 
 async def catalogue(db: Transaction, dialect: Dialect) -> tuple[Catalogue, list[tuple[str, str]]]:
     """Read what the database has, and its invalid indexes with their tables, in an open transaction."""
-    found, invalid = Catalogue(), list[tuple[str, str]]()
+    actual, invalid = Catalogue(), list[tuple[str, str]]()
     for table, column in (await db.execute(dialect.statement("doctor_columns"))).rows:
-        found.columns.setdefault(str(table), set()).add(str(column))
+        actual.columns.setdefault(str(table), set()).add(str(column))
     for table, index, valid in (await db.execute(dialect.statement("doctor_indexes"))).rows:
-        found.indexes.setdefault(str(table), set()).add(str(index))
+        actual.indexes.setdefault(str(table), set()).add(str(index))
         if not valid:
             invalid.append((str(table), str(index)))
     if dialect.has("doctor_functions"):
         for name, source in (await db.execute(dialect.statement("doctor_functions"))).rows:
-            found.functions[str(name)] = str(source)
-    return found, invalid
+            actual.functions[str(name)] = str(source)
+    return actual, invalid
 
 
-def missing(wanted: Catalogue, found: Catalogue) -> list[str]:
+def missing(wanted: Catalogue, actual: Catalogue) -> list[str]:
     """Return what is missing, for people."""
     lacking: list[str] = []
     for table, columns in wanted.columns.items():
-        if table not in found.columns:
+        if table not in actual.columns:
             lacking.append(f"{'table' if columns else 'view'} {table}")
             continue
-        lacking += [f"column {table}.{name}" for name in sorted(columns - found.columns[table])]
-        kept = found.indexes.get(table, set())
+        lacking += [f"column {table}.{name}" for name in sorted(columns - actual.columns[table])]
+        kept = actual.indexes.get(table, set())
         lacking += [
             f"index {name} of {table}" for name in sorted(wanted.indexes.get(table, set()) - kept)
         ]
     return lacking + [
-        f"function {name}" for name in wanted.functions if name not in found.functions
+        f"function {name}" for name in wanted.functions if name not in actual.functions
     ]
 
 
-def changed(wanted: Catalogue, found: Catalogue) -> list[str]:
+def changed(wanted: Catalogue, actual: Catalogue) -> list[str]:
     """Name the functions whose source differs."""
     return [
         name
         for name, source in wanted.functions.items()
-        if found.functions.get(name, source).strip() != source.strip()
+        if actual.functions.get(name, source).strip() != source.strip()
     ]

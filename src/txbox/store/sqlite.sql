@@ -414,7 +414,7 @@ SELECT relation.name, part.name FROM sqlite_master AS relation, pragma_table_inf
 SELECT relation.tbl_name, relation.name, 1 FROM sqlite_master AS relation
  WHERE relation.type = 'index' AND relation.name LIKE 'txbox\_%' ESCAPE '\'
 
--- ---- admin/found.py -------------------------------------------------------------------------------------------------
+-- ---- admin/facts.py -------------------------------------------------------------------------------------------------
 
 -- ---- outbox.py ------------------------------------------------------------------------------------------------------
 

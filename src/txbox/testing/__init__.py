@@ -30,10 +30,10 @@ from txbox.session import (
     Crashed,
     Session,
     Statement,
+    async_of,
     blocking,
     drive,
     drive_async,
-    twin_of,
 )
 from txbox.store import leases
 from txbox.store.dialect import Dialect, qualified
@@ -107,7 +107,7 @@ def deliver(
     return _within(app, tx).process(message, consumer=consumer)
 
 
-@twin_of(deliver)
+@async_of(deliver)
 async def deliver_async(app: App, message: Any, *, tx: Any = None, **named: Any) -> Outcome:
     """`deliver` for async handlers."""
     async with _settled(_within(app, tx)) as app_within:
@@ -115,7 +115,7 @@ async def deliver_async(app: App, message: Any, *, tx: Any = None, **named: Any)
 
 
 def drain(app: App, *, ignore_dates: bool = False, tx: Any = None) -> list[Outcome]:
-    """Process everything due in the table, for every consumer with a sync handler, until nothing is left.
+    """Process everything due in the table, for every consumer with a sync handler, until none is due.
 
     Args:
         ignore_dates: treat back-off delays and leases as expired, as if that much time had passed. A
@@ -134,7 +134,7 @@ def drain(app: App, *, ignore_dates: bool = False, tx: Any = None) -> list[Outco
     return drive(connections, _drained, app, False, ignore_dates)
 
 
-@twin_of(drain)
+@async_of(drain)
 async def drain_async(app: App, *, ignore_dates: bool = False, tx: Any = None) -> list[Outcome]:
     """`drain` for every consumer with an async handler."""
     async with _settled(_within(app, tx)) as app_within:
@@ -154,7 +154,7 @@ def race(
     work with a rollback fixture or Django's TestCase.
 
     Args:
-        workers: threads, 2 or more; your own pool must hold as many connections.
+        workers: threads, 2 or more; your own pool must have as many connections.
 
     Returns: one outcome per worker. With a sound handler one is PROCESSED (or FAILED), and the others
         are DUPLICATE, DEFERRED, or IN_PROGRESS if they waited longer than Limits.lock_timeout.
@@ -170,7 +170,7 @@ def race(
         return list(pool.map(work, [another_process(app) for _ in range(workers)]))
 
 
-@twin_of(race)
+@async_of(race)
 async def race_async(app: App, message: Any, workers: int = 8, **named: Any) -> list[Outcome]:
     """`race` with tasks instead of threads."""
     start = asyncio.Barrier(workers)
@@ -200,7 +200,7 @@ def crash_points(
     return points
 
 
-@twin_of(crash_points)
+@async_of(crash_points)
 async def crash_points_async(app: App, message: Any, *, tx: Any = None, **named: Any) -> list[str]:
     """`crash_points` for async handlers."""
     points: list[str] = []
@@ -234,7 +234,7 @@ def crash_everywhere(
     return blocking(_crashed_everywhere(points, message_of, once))
 
 
-@twin_of(crash_everywhere)
+@async_of(crash_everywhere)
 async def crash_everywhere_async(
     app: App, message_of: Callable[[str], Any], **named: Any
 ) -> dict[str, Outcome]:
@@ -297,7 +297,7 @@ def prove(
     return asyncio.run(all_of_it())
 
 
-@twin_of(prove)
+@async_of(prove)
 async def prove_async(
     app: App, messages: Any, *, observe: Callable[[], object] | None = None
 ) -> Report:
@@ -390,8 +390,8 @@ async def consumed(
 
 
 def _handler_of(app: App, message: Message[Any], consumer: str, is_async: bool) -> Handler | None:
-    found = app.handlers.matching(message.topic, message.type, consumer)
-    return next((handler for handler in found if handler.is_async == is_async), None)
+    handlers = app.handlers.matching(message.topic, message.type, consumer)
+    return next((handler for handler in handlers if handler.is_async == is_async), None)
 
 
 #: The point at which `install_from_environment` kills its process.

@@ -1,4 +1,4 @@
-"""Faults for tests: a handler meets what the driver would raise, a worker what it would be told.
+"""Faults for tests: a handler meets what the driver would raise, a worker what the server would answer.
 
 with deadlock(app):  # the handler's first statement fails
     assert deliver(app, paid) is Outcome.PROCESSED  # the second try
@@ -78,7 +78,7 @@ class Call:
         self.coroutine: Any = None
 
     def line(self, frame: FrameType | None = None) -> Line:
-        """Where the handler is now; its first line if that cannot be told."""
+        """Where the handler is now; its first line if that is unknown."""
         coroutine = self.coroutine
         while coroutine is not None and getattr(coroutine, "cr_code", None) is not self.code:
             coroutine = getattr(coroutine, "cr_await", None)
@@ -137,13 +137,13 @@ def _wrapped(
 
 
 @contextmanager
-def statements(app: App, told: Callable[[str], None]) -> Generator[None]:
-    """Call `told` with each statement of a handler before it is sent; the handler gets what it raises."""
+def statements(app: App, on_statement: Callable[[str], None]) -> Generator[None]:
+    """Call `on_statement` with each statement of a handler before it is sent; the handler gets what it raises."""
     of, settings = Settings.of, app.database.handler_settings
 
     def heard(settings: Settings, text: str) -> SettingChange | None:
         if text not in OURS:
-            told(text)
+            on_statement(text)
         change = of(settings, text)
         # or the next one would not be heard
         settings.quiet.discard(text)
@@ -178,7 +178,7 @@ class StatementFault:
 
     @contextmanager
     def injected(self) -> Generator[None]:
-        with around_calls(self._app, self._around), statements(self._app, self._told):
+        with around_calls(self._app, self._around), statements(self._app, self._count_statement):
             yield
 
     @contextmanager
@@ -192,7 +192,7 @@ class StatementFault:
             self.swallowed = self._at
             raise raised_by(call.tx, self._code, self._name)
 
-    def _told(self, _text: str) -> None:
+    def _count_statement(self, _text: str) -> None:
         call = self._call
         if call is None or call.tx is None:
             return

@@ -198,7 +198,7 @@ class _Savepoint(Connection):
         if self._accounts:
             self._nested = await self._done(self.native.begin_nested())
             if self._is_session:
-                # a session sends its SAVEPOINT only when first asked for the connection
+                # a session sends its SAVEPOINT only when the connection is first used
                 await self._done(self.native.connection())
         else:
             # numbered, because MySQL replaces a savepoint of the same name, and a handler may itself deliver
@@ -253,7 +253,7 @@ class _Savepoint(Connection):
         try:
             await self.rollback()
         except StoreError:
-            # the surrounding transaction is gone as well, so nothing is left to undo
+            # the surrounding transaction is gone as well, so there is nothing to undo
             self._name = None
 
     def discard(self) -> None:

@@ -89,7 +89,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What `prove` found.
+    """The result of `prove`.
 
     Attributes:
         runs: what the handlers were put through → whether they ended in the state of the undisturbed run.
@@ -302,7 +302,7 @@ class _Proof:
 
     @contextmanager
     def _recorded(self, recorder: Recorder) -> Any:
-        with around_calls(self.app, recorder.around), statements(self.app, recorder.told):
+        with around_calls(self.app, recorder.around), statements(self.app, recorder.on_statement):
             yield
 
     # -- undisturbed --------------------------------------------------------------------------
@@ -734,7 +734,7 @@ class _Tables:
 
     async def restore(self, run: Callable[..., Any]) -> None:
         for _ in range(3):
-            # looks again: a trigger may have written to another table meanwhile
+            # reads again: a trigger may have written to another table
             if not await run(self._put_back):
                 return
         raise ConfigurationError(
@@ -844,14 +844,14 @@ class _Tables:
         numbers = self._numbers(expected, state)
         merged = {str(new): str(old) for pairs in numbers.values() for new, old in pairs.items()}
         for table in expected:
-            left, right = expected[table], state.get(table)
-            if not isinstance(left, list) or table == "observe()":
-                if left != right:
-                    return f"observe() returned {right!r} instead of {left!r}."
+            wanted, right = expected[table], state.get(table)
+            if not isinstance(wanted, list) or table == "observe()":
+                if wanted != right:
+                    return f"observe() returned {right!r} instead of {wanted!r}."
                 continue
             # a number may stand in a text, or in a column without a foreign key
             differences = [
-                self._different(table, left, right or [], numbers, anywhere)
+                self._different(table, wanted, right or [], numbers, anywhere)
                 for anywhere in ({}, merged)
             ]
             if all(differences):
@@ -859,9 +859,9 @@ class _Tables:
         return None
 
     def _different(
-        self, table: str, left: Any, right: Any, numbers: Any, anywhere: Mapping[str, str]
+        self, table: str, wanted: Any, right: Any, numbers: Any, anywhere: Mapping[str, str]
     ) -> str | None:
-        before = sorted((self._bare(table, row, {}, {}) for row in left), key=repr)
+        before = sorted((self._bare(table, row, {}, {}) for row in wanted), key=repr)
         after = sorted((self._bare(table, row, numbers, anywhere) for row in right), key=repr)
         if len(before) != len(after):
             return f"{table} has {len(after)} rows instead of {len(before)}."
@@ -906,8 +906,8 @@ class _Tables:
                 for side, named in ((rows, {}), (others, numbers))
             ]
             for at, column in enumerate(columns):
-                left, right = (sorted((row[at] for row in side), key=repr) for side in sides)
-                if len(left) == len(right) and all(map(_same, left, right)):
+                wanted, right = (sorted((row[at] for row in side), key=repr) for side in sides)
+                if len(wanted) == len(right) and all(map(_same, wanted, right)):
                     continue
                 self.masked.add((table, column))
                 if drawn or kinds.get(column) != "default":

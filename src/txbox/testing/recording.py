@@ -104,7 +104,7 @@ class Recorder:
         others: where another connection was used.
         outlived: threads, tasks and jobs that were still running when the handler had returned.
         statements: the statements of the transaction.
-        errors: what left a handler, and at which line.
+        errors: what a handler raised, and at which line.
     """
 
     def __init__(self) -> None:
@@ -122,8 +122,8 @@ class Recorder:
         self._started: list[tuple[Callable[[], bool], Line]] = []
         self._pending: list[threading.Thread | Future[Any]] = []
 
-    def told(self, text: str) -> None:
-        """Take a statement of the handler's transaction."""
+    def on_statement(self, text: str) -> None:
+        """Record a statement of the handler's transaction."""
         if self.call is not None:
             line = self.call.line()
             self.statements.append((text, line))
@@ -214,12 +214,12 @@ _watching: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
 _origin: contextvars.ContextVar[Line | None] = contextvars.ContextVar("txbox_origin", default=None)
 _thread = threading.local()
 _installed = threading.Event()
-# it is asked for every frame
+# called for every frame
 _foreign = functools.lru_cache(4096)(is_foreign)
 
 
 def _install() -> None:
-    # an audit hook cannot be taken out again
+    # an audit hook cannot be removed
     if not _installed.is_set():
         _installed.set()
         sys.addaudithook(_audit)

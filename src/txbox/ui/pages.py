@@ -335,7 +335,7 @@ class Pages:
         if table is QUARANTINE and "status" not in asked.query:
             where = replace(where, status=table.statuses[0])
         before: int | str | None = asked.query.get("before") or None
-        if isinstance(before, str) and table.place is not None:
+        if isinstance(before, str) and table.cursor is not None:
             before = _number(before)
         page = asked.admin.page(where, limit=_ROWS, before=before, within_s=_LOOK_S)
         rows = page.rows

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from txbox.app import OUTBOX, App
 from txbox.boundaries import Boundary
-from txbox.errors import CURABLE, Fault, StoreError
+from txbox.errors import Fault, StoreError
 from txbox.policy import Backoff
 from txbox.store import leases
 from txbox.worker.driving import Driver
@@ -164,7 +164,7 @@ class Agenda:
         app = self._app
         try:
             answer = self._driver.perform(
-                app.protocol.persistently,
+                app.protocol.with_retries,
                 lambda db: leases.due(
                     db,
                     app.store.dialect,
@@ -176,7 +176,7 @@ class Agenda:
                 stop=self._stop,
             )
         except StoreError as error:
-            if self._stop() and error.fault in CURABLE:
+            if self._stop() and error.transient:
                 return
             if error.fault is Fault.SCHEMA:
                 # raises with the command to run, if that is it

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from txbox.boundaries import Boundary
 from txbox.brokers.base import Delivery
-from txbox.errors import CURABLE, Fault, StoreError
+from txbox.errors import Fault, StoreError
 from txbox.handlers import Handler
 from txbox.message import Message
 from txbox.outcome import Answer, Outcome
@@ -141,10 +141,10 @@ class Lane:
             if error.fault is Fault.SCHEMA:
                 # raises with the command to run, if that is it
                 await self._app.protocol.check_schema(db)
-            if not (self._stop() and error.fault in CURABLE):
-                self._go_on_later(db, error)
+            if not (self._stop() and error.transient):
+                self._retry_later(db, error)
         except Exception as error:  # noqa: BLE001  # see contain
-            self._go_on_later(db, error)
+            self._retry_later(db, error)
         finally:
             if ended:
                 self.put_back()
@@ -153,7 +153,7 @@ class Lane:
                 self.busy = False
         return False
 
-    def _go_on_later(self, db: Session, error: Exception) -> None:
+    def _retry_later(self, db: Session, error: Exception) -> None:
         """Something unexpected ended this turn: begin another one after a pause."""
         pause_s = _AGAIN_S[1]
         self._contain(error, pause_s)
@@ -258,7 +258,7 @@ class Lane:
                 leasing = Leasing(self._app.lease)
             else:
                 handler = handler.stored
-        operation = self._app.intake.take_persistently(
+        operation = self._app.intake.take_with_retries(
             db,
             handler,
             [work.message for work in batch],
@@ -345,7 +345,7 @@ class Lane:
         handler, leasing = batch[0].modes.handler, Leasing(self._app.lease)
         began = time.monotonic()
         try:
-            answers: list[Answer] = await self._app.intake.take_persistently(
+            answers: list[Answer] = await self._app.intake.take_with_retries(
                 db, handler, [work.message for work in batch], leasing=leasing, stop=self._stop
             )
         except Exception as error:  # noqa: BLE001  # see contain
@@ -440,7 +440,7 @@ class Lane:
             rows.sort(key=lambda row: handler.lock_key(row.leased.arrival.message) or "")
         began = time.monotonic()
         with self._table.running(rows), db.followed_by(following):
-            answers = await protocol.persistently(
+            answers = await protocol.with_retries(
                 db,
                 lambda db: protocol.run_leased_many(
                     db, handler, [row.leased for row in rows], first.token, stop=self._stop

@@ -15,7 +15,7 @@ from txbox.alerts import Alerting, database_away
 from txbox.app import OUTBOX
 from txbox.boundaries import Boundary
 from txbox.boundaries import log as _log
-from txbox.errors import CURABLE, StoreError, StoreUnavailable
+from txbox.errors import StoreError, StoreUnavailable
 from txbox.policy import Backoff
 from txbox.processing.failure import printable
 from txbox.session import Operation, Session
@@ -186,7 +186,7 @@ class Pulse:
         if self.identity.routes and OUTBOX in late:
             ages_s = await activity.outbox_ages(db, dialect, self.identity.routes)
             counting.late("route", ages_s)
-        doing, counted = self._doing(), counting.taken()
+        doing, counted = self._doing(), counting.unwritten()
         if counted or doing != self._written or time.monotonic() >= self._write_at:
             await activity.write(db, dialect, self.identity, doing, counted)
             counting.written()
@@ -209,7 +209,7 @@ class Pulse:
             if not isinstance(error, StoreUnavailable):
                 # an answer, too
                 self._asked_at = None
-            if error.fault in CURABLE:
+            if error.transient:
                 _log.debug("Postponed while the database is busy or away: %s", error)
             elif error.code not in self._logged:
                 self._logged.add(error.code)

@@ -261,7 +261,7 @@ class Pump:
     @property
     def all_paused(self) -> bool:
         """Whether every consumer of this source is paused; messages then stay at the broker."""
-        paused = self._app.pauses.held
+        paused = self._app.pauses.paused
         if not paused:
             return False
         consumers = [
@@ -417,7 +417,7 @@ class Pump:
     def _persisted(self, operation: Callable[[Session], Awaitable[None]]) -> bool:
         self._round_at = time.monotonic()
         try:
-            self._driver.perform(self._app.protocol.persistently, operation, for_s=0.0)
+            self._driver.perform(self._app.protocol.with_retries, operation, for_s=0.0)
         except StoreError as error:
             self._pause(error)
             return False

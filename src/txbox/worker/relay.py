@@ -24,7 +24,6 @@ from txbox.brokers.base import KeepsRuns, Publisher
 from txbox.brokers.envelope import as_binary, as_structured
 from txbox.connections.base import Listening
 from txbox.errors import (
-    CURABLE,
     BrokerError,
     BrokerUnavailable,
     DestinationRefused,
@@ -52,7 +51,7 @@ from txbox.processing.intake import presentable
 from txbox.session import Session, Statement
 from txbox.store.activity import Trouble
 from txbox.store.codec import Arrival
-from txbox.store.outbox import Look, OutboxStore, Staged, Taken
+from txbox.store.outbox import LeasedPage, OutboxStore, RelayScope, Staged
 from txbox.worker.agenda import Run
 from txbox.worker.driving import thread, trouble_of
 
@@ -125,7 +124,7 @@ class Relay:
         self._away: tuple[Trouble, float] | None = None
         self._adopts, self._adopt_at = Backoff(*_ADOPT_S), 0.0
         local = route.destination is None
-        self._takes = Taken(
+        self._scope = RelayScope(
             route=route.name, topics=route.topics, others=route.others, whole=local,
             **({"fits": self._consumed} if local else {}),
         )  # fmt: skip
@@ -217,27 +216,27 @@ class Relay:
                 self._app.events.emit(event)
         return [row for row in readable if _key(row) not in keys]
 
-    def _next_lease(self) -> Callable[..., Coroutine[Any, Any, Look]]:
+    def _next_lease(self) -> Callable[..., Coroutine[Any, Any, LeasedPage]]:
         """Return the query for the next rows: of all topics that take some, or of one whose pause is over."""
         now = time.monotonic()
         # while the broker is away, a single row probes it
         limit = self._policy.batch if self._paused_at is None else 1
-        store, takes = self._store, self._takes
+        store, scope = self._store, self._scope
         if self._paused_topics:
-            takes = takes.without(self._paused_topics)
+            scope = scope.without(self._paused_topics)
             for topic, pause in self._paused_topics.items():
                 if pause.until <= now:
                     pause.until = now + pause.backoff.pause_s
                     # several: a message that is never confirmed must not seem to be a topic that takes none
                     limit = min(limit, _PROBE_ROWS)
-                    store, takes = self._new_store(), takes.only(topic)
+                    store, scope = self._new_store(), scope.only(topic)
                     break
         return partial(
             store.lease,
             limit=limit,
             payload_bytes=self._app.batching.payload_bytes,
             lease_s=self._policy.lease.total_seconds(),
-            taken=takes,
+            scope=scope,
         )
 
     def _new_store(self) -> OutboxStore:
@@ -245,7 +244,7 @@ class Relay:
 
     def has_rows(self) -> bool:
         """Whether rows that this relay takes are due or leased."""
-        return self._perform(self._store.left, self._takes)
+        return self._perform(self._store.has_rows, self._scope)
 
     def _adopt(self) -> None:
         """Adopt rows of an earlier or later release of this app, which had other consumers."""
@@ -542,7 +541,7 @@ class Relay:
             row, token=token, dead=dead, delay_s=delay_s, error_type=type(error).__name__, error=text,
         ), kind(
             message_id=row.id, topic=row.message.topic, publisher=self.name, route=self._route.name,
-            attempt=attempt, error=columns.told(text),
+            attempt=attempt, error=columns.shown_error(text),
         )  # fmt: skip
 
     def _report_sent(self, count: int, started: float) -> None:
@@ -604,13 +603,13 @@ class Relay:
         app = self._app
         try:
             return self._perform(
-                app.protocol.persistently,
+                app.protocol.with_retries,
                 operation,
                 for_s=self._policy.lease.total_seconds(),
                 stop=self._stop,
             )
         except StoreError as error:
-            if error.fault not in CURABLE:
+            if not error.transient:
                 raise
             _log.debug("Postponed while the database is busy or unavailable: %s", error)
             return None

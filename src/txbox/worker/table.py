@@ -125,7 +125,7 @@ class Table:
         token = secrets.token_hex(16)
         leased: Leased | None = None
         try:
-            leased = await app.protocol.persistently(
+            leased = await app.protocol.with_retries(
                 db,
                 lambda db: leases.lease_next(
                     db,
@@ -161,7 +161,7 @@ class Table:
     @property
     def paused(self) -> bool:
         """True while nobody is to run this consumer: what comes is stored, what is stored stays."""
-        return self.consumer in self._app.pauses.held
+        return self.consumer in self._app.pauses.paused
 
     @property
     def has_work(self) -> bool:
@@ -322,7 +322,7 @@ class Table:
     async def _leased(self, db: Session, limit: int, *, suspect: bool) -> int:
         token = secrets.token_hex(16)
         app = self._app
-        batch: list[Leased] = await app.protocol.persistently(
+        batch: list[Leased] = await app.protocol.with_retries(
             db,
             lambda db: leases.lease(
                 db,
@@ -356,7 +356,7 @@ class Table:
     async def _refuse(self, db: Session, unmatched: list[Leased], token: str) -> None:
         """Give rows back that another release of this service may know how to handle."""
         ids = [leased.arrival.message_id for leased in unmatched]
-        await self._app.protocol.persistently(
+        await self._app.protocol.with_retries(
             db,
             lambda db: leases.release(
                 db, self._app.store, self.consumer, ids, token=token, delay_s=_UNMATCHED_S

@@ -19,7 +19,6 @@ from txbox.app import App, Consumption
 from txbox.boundaries import Boundary
 from txbox.boundaries import log as _log
 from txbox.errors import (
-    CURABLE,
     ConfigurationError,
     SchemaError,
     StoreError,
@@ -366,7 +365,7 @@ class Worker:
                 # a handler that ran meanwhile may have staged a message after the outbox was read
                 return remains or self._lanes.begun != begun
         except StoreError as error:
-            if error.fault not in CURABLE:
+            if not error.transient:
                 raise
             # the database is down, so assume that work remains
             return True
@@ -613,7 +612,7 @@ class Background:
         try:
             self._driver.perform(operation, *args, **kwargs)
         except Exception as error:  # noqa: BLE001  # see contain
-            if isinstance(error, StoreError) and error.fault in CURABLE:
+            if isinstance(error, StoreError) and error.transient:
                 _log.debug("Postponed while the database is busy or away: %s", error)
             else:
                 self._app.protocol.contain(boundary, error)

@@ -14,7 +14,7 @@ from txbox.admin.reader import Application
 from txbox.brokers.base import Examinable, Facts
 from txbox.errors import BrokerError, ConfigurationError
 from txbox.handlers import Handlers, conflicts
-from txbox.text import lasting
+from txbox.text import capitalized, lasting
 
 
 def examine_app(app: Application, diagnosis: Diagnosis, grace: timedelta | None) -> None:
@@ -23,11 +23,11 @@ def examine_app(app: Application, diagnosis: Diagnosis, grace: timedelta | None)
     Args:
         grace: how long a drain may take, if that is known.
     """
-    found = diagnosis.findings
-    found += starmap(Finding, conflicts.time_outs(app))
-    found += _weak_ids(app.handlers)
+    findings = diagnosis.findings
+    findings += starmap(Finding, conflicts.time_outs(app))
+    findings += _weak_ids(app.handlers)
     if grace is not None:
-        found += _cut_off(app, grace)
+        findings += _cut_off(app, grace)
     _sources(app, diagnosis)
     _destinations(app, diagnosis)
 
@@ -177,12 +177,11 @@ def _sources(app: Application, diagnosis: Diagnosis) -> None:
         try:
             topics = conflicts.topics_of(app.handlers, source, consumption.topics)
         except ConfigurationError as error:
-            problem, _, remedy = str(error).rpartition(": ")
-            remedy = f"{remedy[0].upper()}{remedy[1:]}"
-            diagnosis.findings.append(Finding("topic-unhandled", f"{problem}.", remedy))
+            remedy = capitalized(error.remedy)
+            diagnosis.findings.append(Finding("topic-unhandled", f"{error.problem}.", remedy))
             continue
         diagnosis.findings += starmap(Finding, conflicts.order(app.handlers, source, topics))
-        for facts in _asked(source, source.name, topics, diagnosis):
+        for facts in _examine(source, source.name, topics, diagnosis):
             diagnosis.findings += _judged(app, _OF_SOURCES, source.name, facts)
 
 
@@ -190,21 +189,21 @@ def _destinations(app: Application, diagnosis: Diagnosis) -> None:
     """Check the settings of the topics that are published to."""
     for route in app.routes.all():
         if route.destination is not None and route.topics and not route.others:
-            for facts in _asked(route.destination, route.name, route.topics, diagnosis):
+            for facts in _examine(route.destination, route.name, route.topics, diagnosis):
                 diagnosis.findings += _judged(app, _OF_DESTINATIONS, route.name, facts)
 
 
-def _asked(
+def _examine(
     broker: object, name: str, topics: Sequence[str], diagnosis: Diagnosis
 ) -> Sequence[Facts]:
     if not isinstance(broker, Examinable):
         return ()
     try:
-        found = broker.examine(topics)
+        examined = broker.examine(topics)
     except (BrokerError, ConfigurationError) as error:
         diagnosis.not_checked(f"the settings of {name}", str(error))
         return ()
-    for facts in found:
+    for facts in examined:
         for sentence in facts.unknown:
             diagnosis.not_checked(f"{facts.topic} of {name}", sentence)
-    return found
+    return examined

@@ -13,13 +13,13 @@ from typing import Final, TypeVar
 
 from txbox.admin import findings
 from txbox.admin.doctor import Diagnosis, Finding
-from txbox.admin.reader import Application, says_anything
-from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
+from txbox.admin.reader import Application, has_app
+from txbox.errors import ConfigurationError, Fault, SchemaError, StoreError, StoreUnavailable
 from txbox.session import Connection, Connections, Session
 from txbox.store import partitions, schema
 from txbox.store.dialect import Dialect
 from txbox.store.dialect import dialect as load_dialect
-from txbox.text import counted, lasting
+from txbox.text import capitalized, counted, lasting
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ _POOLER_LOOKS = 5
 
 
 @dataclass(slots=True)
-class Case(findings.Case):
+class Examination(findings.Examination):
     """One database that is examined.
 
     Args:
@@ -52,17 +52,17 @@ class Case(findings.Case):
         """Read in a transaction of its own; None where a table, column or function is missing."""
         await self.db.begin()
         try:
-            found = await operation(self.db, self.dialect)
+            result = await operation(self.db, self.dialect)
         except StoreError as error:
             if error.fault is not Fault.SCHEMA:
                 raise
             await self.db.rollback()
             return None
         await self.db.commit()
-        return found
+        return result
 
 
-async def tables(case: Case) -> AsyncIterator[Finding]:
+async def tables(case: Examination) -> AsyncIterator[Finding]:
     """The session, the version of the tables, and all that belongs to it."""
     case.session = await case.read(schema.session_settings) or {}
     for name, refusal in schema.unfit(case.session).items():
@@ -90,20 +90,19 @@ async def tables(case: Case) -> AsyncIterator[Finding]:
         yield finding
 
 
-def _refused(refusal: str, code: str) -> Finding:
-    """Return the finding for what txbox says when it refuses to start."""
-    problem, _, remedy = refusal.partition(": ")
-    return Finding(code, f"{problem}.", f"{remedy[0].upper()}{remedy[1:]}")
+def _refused(refusal: SchemaError | ConfigurationError, code: str) -> Finding:
+    """Return the finding for the error with which txbox refuses to start."""
+    return Finding(code, f"{refusal.problem}.", capitalized(refusal.remedy))
 
 
-async def _drift(case: Case, version: int) -> AsyncIterator[Finding]:
+async def _drift(case: Examination, version: int) -> AsyncIterator[Finding]:
     wanted = schema.expected(case.dialect.name, min(version, schema.VERSION))
     await case.db.begin()
-    found, invalid = await schema.catalogue(case.db, case.dialect)
+    actual, invalid = await schema.catalogue(case.db, case.dialect)
     await case.db.commit()
     print_it = f"Restore it: `txbox schema print --dialect {case.dialect.name}` has its SQL."
-    if lacking := schema.missing(wanted, found):
-        # a missing table or column would only be found again, by each statement that fails
+    if lacking := schema.missing(wanted, actual):
+        # every later statement would fail on the same missing table or column
         case.usable = not any(part.startswith(("table", "column")) for part in lacking)
         problem = f"The tables are recorded as version {version}, but lack {_named(lacking)}."
         yield Finding("schema-drift", problem, print_it)
@@ -113,12 +112,12 @@ async def _drift(case: Case, version: int) -> AsyncIterator[Finding]:
             f"The index {index} of {table} is not valid: building it was cut short, and nothing uses it.",
             f"`REINDEX INDEX CONCURRENTLY {index}`.",
         )
-    if other := schema.changed(wanted, found):
+    if other := schema.changed(wanted, actual):
         problem = f"The text of {_named(other)} is not that of version {version}: the guard may let half a message in."
         yield Finding("guard-changed", problem, print_it)
 
 
-async def _guard(case: Case, state: schema.SchemaState) -> AsyncIterator[Finding]:
+async def _guard(case: Examination, state: schema.SchemaState) -> AsyncIterator[Finding]:
     # None: something is missing, which is named already
     if await case.read(partial(schema.guarded, state=state)) is False:
         yield Finding(
@@ -136,18 +135,18 @@ _GUARDS: Final = {
 }  # fmt: skip
 
 
-async def creators(case: Case) -> AsyncIterator[Finding]:
+async def creators(case: Examination) -> AsyncIterator[Finding]:
     """Who else may create in the schema of the tables."""
-    if found := await schema.creators(case.db, case.dialect):
+    if roles := await schema.creators(case.db, case.dialect):
         yield Finding(
             "foreign-create",
-            f"{', '.join(found)} may create in the schema of the txbox tables, and so have code run by whoever uses "
+            f"{', '.join(roles)} may create in the schema of the txbox tables, and so have code run by whoever uses "
             "them.",
-            f"`REVOKE CREATE ON SCHEMA … FROM {', '.join(found)}`, or keep the tables in a schema of their own.",
+            f"`REVOKE CREATE ON SCHEMA … FROM {', '.join(roles)}`, or keep the tables in a schema of their own.",
         )
 
 
-async def partitioned(case: Case) -> AsyncIterator[Finding]:
+async def partitioned(case: Examination) -> AsyncIterator[Finding]:
     """Partitions must be made ahead: later ones than the last go to the default one, which only batches prune."""
     layout = await partitions.layout(case.db, case.dialect)
     ready = layout.ready_until
@@ -163,16 +162,16 @@ async def partitioned(case: Case) -> AsyncIterator[Finding]:
 # -- settings ---------------------------------------------------------------------------------
 
 
-async def settings(case: Case) -> AsyncIterator[Finding]:
+async def settings(case: Examination) -> AsyncIterator[Finding]:
     """What the server is set to, as a transaction of txbox's sees it."""
-    (found,) = await case.db.together((case.statement("doctor_settings"),))
-    case.settings = {str(name): str(value) for name, value in found.rows}
+    (result,) = await case.db.together((case.statement("doctor_settings"),))
+    case.settings = {str(name): str(value) for name, value in result.rows}
     for part in (_writable, _encodings, _isolation, _durability, _time_outs):
         for finding in part(case):
             yield finding
 
 
-def _encodings(case: Case) -> Iterator[Finding]:
+def _encodings(case: Examination) -> Iterator[Finding]:
     encoding, of_role = (
         case.session.get("server_encoding", "UTF8"),
         case.settings.get("role_encoding"),
@@ -200,7 +199,7 @@ def _encodings(case: Case) -> Iterator[Finding]:
         )
 
 
-def _writable(case: Case) -> Iterator[Finding]:
+def _writable(case: Examination) -> Iterator[Finding]:
     if (
         case.settings.get("default_transaction_read_only") == "on"
         and case.settings.get("in_recovery") == "off"
@@ -227,26 +226,26 @@ _READ_ONLY: Final = (
 )  # fmt: skip
 
 
-def _isolation(case: Case) -> Iterator[Finding]:
+def _isolation(case: Examination) -> Iterator[Finding]:
     level = case.settings.get("transaction_isolation") or case.settings.get("tx_isolation")
-    given = case.settings.get("default_transaction_isolation", "read committed")
+    default = case.settings.get("default_transaction_isolation", "read committed")
     if level is not None and level.lower().replace("-", " ") != "read committed":
         yield Finding(
             "isolation-level",
             f"The transactions of txbox run at {level.upper()} instead of READ COMMITTED: a rival's commit is a "
             "serialization failure.",
-            "Leave the isolation level of the pool or engine that App() was given at READ COMMITTED.",
+            "Leave the isolation level of the pool or engine of App() at READ COMMITTED.",
         )
-    elif given != "read committed":
+    elif default != "read committed":
         yield Finding(
             "isolation-level",
-            f"default_transaction_isolation is {given}: the transactions of txbox are READ COMMITTED all the same, "
+            f"default_transaction_isolation is {default}: the transactions of txbox are READ COMMITTED all the same, "
             "but one that you begin for Inbox.accept meets a rival's commit as a serialization failure.",
             "`ALTER ROLE … SET default_transaction_isolation = 'read committed'`, or try again at SQLSTATE 40001.",
         )
 
 
-def _durability(case: Case) -> Iterator[Finding]:
+def _durability(case: Examination) -> Iterator[Finding]:
     for name, bad, code, so, remedy in _DURABLE:
         value = case.settings.get(name, "").lower()
         # a log that is not written need not be flushed
@@ -294,7 +293,7 @@ _DURABLE: Final = (
 )  # fmt: skip
 
 
-def _time_outs(case: Case) -> Iterator[Finding]:
+def _time_outs(case: Examination) -> Iterator[Finding]:
     claim_s, longest_s = case.app.limits.lock_timeout.total_seconds(), _longest_s(case)
     lease_s = case.app.lease.duration.total_seconds()
     for name, unit_s in _OF_STATEMENTS.items():
@@ -333,7 +332,7 @@ _OF_TRANSACTIONS: Final = {
 }
 
 
-def _longest_s(case: Case) -> float:
+def _longest_s(case: Examination) -> float:
     """The longest that a run may take."""
     bounds = [handler.options.timeout or case.app.lease.duration for handler in case.app.handlers]
     return max(bounds, default=case.app.lease.duration).total_seconds()
@@ -342,7 +341,7 @@ def _longest_s(case: Case) -> float:
 # -- what is between, beside and behind the server --------------------------------------------
 
 
-async def clock(case: Case) -> AsyncIterator[Finding]:
+async def clock(case: Examination) -> AsyncIterator[Finding]:
     """The database's clock decides over leases and retries; this machine's goes into new ids and signatures."""
     before = time.time()
     (row,) = await case.rows("doctor_clock")
@@ -358,8 +357,8 @@ async def clock(case: Case) -> AsyncIterator[Finding]:
         )
 
 
-async def pooler(case: Case) -> AsyncIterator[Finding]:
-    """Two connections of ours on one connection of the server's: somebody shares those out by transaction."""
+async def pooler(case: Examination) -> AsyncIterator[Finding]:
+    """Two clients share one server connection: there is a transaction pooler between."""
     database = case.app.database
     connections = database.asynchronous if case.db.is_async else database.sync
     assert connections is not None, "the session came from it"
@@ -403,7 +402,7 @@ async def _lent(connections: Connections) -> AsyncGenerator[Connection]:
         await connections.release(connection)
 
 
-async def _shared(case: Case, first: Connection, second: Connection) -> tuple[bool, bool]:
+async def _shared(case: Examination, first: Connection, second: Connection) -> tuple[bool, bool]:
     """Whether both are on the same connection of the server's, and whether it has plans under the clients' names.
 
     Raises:
@@ -411,13 +410,13 @@ async def _shared(case: Case, first: Connection, second: Connection) -> tuple[bo
     """
     if first.native is second.native:
         # Django's, which has one a thread
-        raise StoreUnavailable("there is one.")
-    asked = case.statement("doctor_backend")
+        raise StoreUnavailable("this database has one.")
+    statement = case.statement("doctor_backend")
     seen: tuple[set[int], set[int]] = (set(), set())
     mixed = False
     for _ in range(_POOLER_LOOKS):
         for connection, known in zip((first, second), seen, strict=True):
-            ((backend, plans),) = (await connection.alone(asked)).rows
+            ((backend, plans),) = (await connection.alone(statement)).rows
             known.add(int(backend))
             mixed = mixed or bool(plans)
         if seen[0] & seen[1]:
@@ -425,14 +424,14 @@ async def _shared(case: Case, first: Connection, second: Connection) -> tuple[bo
     return False, False
 
 
-async def transactions_refused(case: Case) -> Finding | None:
-    """What is found when BEGIN failed since a pooler takes single statements only; None when it was something else."""
+async def transactions_refused(case: Examination) -> Finding | None:
+    """The finding when BEGIN failed because a pooler forwards single statements only; None for another failure."""
     if not case.dialect.has("doctor_backend"):
         return None
     try:
         await case.rows("doctor_backend")
     except StoreError:
-        # it takes none at all
+        # not even a single statement
         case.db.discard()
         return None
     try:
@@ -450,10 +449,10 @@ async def transactions_refused(case: Case) -> Finding | None:
     )
 
 
-async def standbys(case: Case) -> AsyncIterator[Finding]:
+async def standbys(case: Examination) -> AsyncIterator[Finding]:
     """Standbys that are far behind, or that a commit does not wait for."""
-    found = await case.rows("doctor_standbys")
-    for name, lag_s, lag_bytes, _ in found:
+    rows = await case.rows("doctor_standbys")
+    for name, lag_s, lag_bytes, _ in rows:
         if float(lag_s) > _LAG_S or int(lag_bytes or 0) > _LAG_BYTES:
             yield Finding(
                 "replication-lag",
@@ -461,18 +460,18 @@ async def standbys(case: Case) -> AsyncIterator[Finding]:
                 "failover to it loses what was acknowledged meanwhile.",
                 "`SELECT * FROM pg_stat_replication` shows where it hangs.",
             )
-    if found and not case.settings.get("synchronous_standby_names", "?"):
+    if rows and not case.settings.get("synchronous_standby_names", "?"):
         yield Finding(
             "replication-asynchronous",
-            f"No commit waits for a standby, of which there are {len(found)} (synchronous_standby_names is empty): a "
+            f"No commit waits for a standby, of which there are {len(rows)} (synchronous_standby_names is empty): a "
             "failover loses what was acknowledged last.",
             "Set synchronous_standby_names, or use Kafka(anchored=True), which reads again what was lost.",
         )
 
 
-async def storage(case: Case) -> AsyncIterator[Finding]:
+async def storage(case: Examination) -> AsyncIterator[Finding]:
     """Tables that are not vacuumed, or not fast enough."""
-    found = await case.rows("doctor_storage")
+    rows = await case.rows("doctor_storage")
     for name in ("autovacuum", "track_counts"):
         if case.settings.get(name) == "off":
             yield Finding(
@@ -480,14 +479,14 @@ async def storage(case: Case) -> AsyncIterator[Finding]:
                 f"{name} is off on the server: no table is vacuumed, and the outbox grows with each message.",
                 f"`ALTER SYSTEM SET {name} = on`, and reload.",
             )
-    off = [str(name) for name, _, _, vacuumed, _ in found if not vacuumed]
+    off = [str(name) for name, _, _, vacuumed, _ in rows if not vacuumed]
     if off:
         yield Finding(
             "autovacuum-off",
             f"autovacuum_enabled is off for {_named(off)}: what is pruned or sent keeps its space.",
             f"`ALTER TABLE {off[0]} RESET (autovacuum_enabled)`.",
         )
-    for name, live, dead, _, ago_s in found:
+    for name, live, dead, _, ago_s in rows:
         if dead > _DEAD_ROWS and dead > _DEAD_SHARE * (live + dead):
             last = "never" if ago_s is None else f"{lasting(float(ago_s))} ago"
             yield Finding(
@@ -497,11 +496,11 @@ async def storage(case: Case) -> AsyncIterator[Finding]:
             )
 
 
-async def transactions(case: Case) -> AsyncIterator[Finding]:
+async def transactions(case: Examination) -> AsyncIterator[Finding]:
     """A transaction that is older than any run may be holds back vacuum and purge."""
-    found = await case.rows("doctor_transactions")
+    rows = await case.rows("doctor_transactions")
     lease_s = case.app.lease.duration.total_seconds()
-    for kind, name, who, state, age_s in found:
+    for kind, name, who, state, age_s in rows:
         if kind == "blind":
             case.diagnosis.not_checked(
                 "transactions of other roles",
@@ -532,10 +531,10 @@ def _named(names: list[str]) -> str:
 _KEYS_OF = 1_000
 
 
-async def encrypted(case: Case) -> AsyncIterator[Finding]:
+async def encrypted(case: Examination) -> AsyncIterator[Finding]:
     """Payloads that the App's codec refuses, as they are plain, or cannot read, as it lacks their key."""
     codec = case.app.store.columns.codec
-    if codec is None and not says_anything(case.app):
+    if codec is None and not has_app(case.app):
         return
     keys: dict[str | None, Counter[str]] = defaultdict(Counter)
     consumer = ""
@@ -564,7 +563,7 @@ async def encrypted(case: Case) -> AsyncIterator[Finding]:
 
 
 def _rows_of(tables: Counter[str]) -> str:
-    """Up to the limit of each look: at least so many."""
+    """Counts up to the limit of each query: at least so many."""
     return ", ".join(
         f"{'at least ' if count >= _KEYS_OF else ''}{counted(count, 'row')} of txbox_{table}"
         for table, count in sorted(tables.items())
@@ -576,8 +575,8 @@ def _rows_of(tables: Counter[str]) -> str:
 _PRUNED_WITHIN_S = 86_400.0
 
 
-async def pruning(case: Case) -> AsyncIterator[Finding]:
-    """Whether somebody prunes."""
+async def pruning(case: Examination) -> AsyncIterator[Finding]:
+    """Whether rows are pruned."""
     known = {str(what): float(value) for what, value in await case.rows("doctor_pruning")}
     every_s, ran_s = case.app.retention.every.total_seconds(), known.get("ran", math.inf)
     within_s = max(_PRUNED_WITHIN_S, 4 * every_s)
@@ -594,7 +593,7 @@ async def pruning(case: Case) -> AsyncIterator[Finding]:
 # -- all of it --------------------------------------------------------------------------------
 
 #: What is examined, a query that not every database has, and the check.
-Check = tuple[str, str | None, Callable[[Case], AsyncIterator[Finding]]]
+Check = tuple[str, str | None, Callable[[Examination], AsyncIterator[Finding]]]
 
 _OF_SERVER: tuple[Check, ...] = (
     ("the pooler", "doctor_backend", pooler),
@@ -619,13 +618,13 @@ async def examine(db: Session, app: Application, diagnosis: Diagnosis) -> None:
     Raises:
         StoreUnavailable: it does not answer.
     """
-    case = Case(db, app, app.database.dialect, diagnosis)
+    case = Examination(db, app, app.database.dialect, diagnosis)
     try:
         await db.begin()
     except ConfigurationError as error:
         # a connection of the user's pool or engine
-        diagnosis.findings.append(_refused(str(error), "session-setting"))
-        diagnosis.not_checked("the database", "txbox refuses the connections it was given")
+        diagnosis.findings.append(_refused(error, "session-setting"))
+        diagnosis.not_checked("the database", "txbox refuses these connections")
         return
     except StoreError:
         db.discard()
@@ -639,14 +638,14 @@ async def examine(db: Session, app: Application, diagnosis: Diagnosis) -> None:
         await _check(case, check)
     if not case.usable:
         diagnosis.not_checked("rows, pruning and partitions", "the tables are not whole")
-    elif not says_anything(app):
+    elif not has_app(app):
         diagnosis.not_checked(
             "rows that no handler or relay takes",
             "no App was given (--app): handlers and routes are not known",
         )
 
 
-async def _check(case: Case, check: Check) -> None:
+async def _check(case: Examination, check: Check) -> None:
     what, query, examined = check
     if query is None or case.dialect.has(query):
         await findings.check(case, case.diagnosis, what, examined)

@@ -36,14 +36,14 @@ def app() -> App:
     module, separator, name = str(path).partition(":")
     if not separator:
         raise ConfigurationError(f"TXBOX_APP is {path!r}: write it as module:name of an App.")
-    found = getattr(import_module(module), name, None)
-    if not isinstance(found, App):
+    loaded = getattr(import_module(module), name, None)
+    if not isinstance(loaded, App):
         raise ConfigurationError(f"TXBOX_APP is {path!r}, and that is no App.")
-    if not isinstance(found.database, DjangoDatabase):
+    if not isinstance(loaded.database, DjangoDatabase):
         raise ConfigurationError(
-            f"TXBOX_APP is {path!r}, which is on {found.database.name}: make it App(django='default')."
+            f"TXBOX_APP is {path!r}, which is on {loaded.database.name}: make it App(django='default')."
         )
-    return found
+    return loaded
 
 
 def alias() -> str:

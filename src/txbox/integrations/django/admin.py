@@ -1,6 +1,6 @@
-"""Django's admin: look at messages, and retry or discard them through `txbox.admin.Admin`, with the user as actor.
+"""Django's admin: view messages, and retry or discard them through `txbox.admin.Admin`, with the user as actor.
 
-The permission `view` shows them; `change` adds the verbs. Nobody adds, edits or deletes rows.
+The permission `view` shows them; `change` adds the verbs. No permission adds, edits or deletes rows.
 """
 
 from __future__ import annotations
@@ -90,18 +90,18 @@ class _Verbs(_ModelAdmin):
         operator, count = Admin(integration.app()), 0
         change = getattr(operator, verb)
         # Django capitalises a message: a consumer's name must not be its first word
-        left = f"Not {views.DONE[verb]}"
+        undone = f"Not {views.DONE[verb]}"
         for row in list(rows):
             where = self.filter_of(row)
             try:
                 changed = change(where, actor=request.user.get_username(), reason="Django admin")
             except TxboxError as error:
-                self.message_user(request, f"{left}: {row}: {error}", messages.ERROR)
+                self.message_user(request, f"{undone}: {row}: {error}", messages.ERROR)
                 continue
             count += changed.count
             if not changed.count:
                 why = operator.why_not(verb, where)
-                self.message_user(request, f"{left}: {why}", messages.WARNING)
+                self.message_user(request, f"{undone}: {why}", messages.WARNING)
         return count
 
     @staticmethod
@@ -111,8 +111,8 @@ class _Verbs(_ModelAdmin):
     @admin.display(description="error")
     def error(self, row: Any) -> str:
         """As the operator's view has it: decoded, without what is redacted."""
-        found: Any = Admin(integration.app()).show(self.filter_of(row))
-        return (found[0].error or "") if found else ""
+        messages: Any = Admin(integration.app()).show(self.filter_of(row))
+        return (messages[0].error or "") if messages else ""
 
 
 @admin.register(InboxMessage)

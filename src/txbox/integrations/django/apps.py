@@ -18,6 +18,7 @@ from txbox.integrations import django as integration
 from txbox.integrations.django.operations import after_migrate
 from txbox.session import drive
 from txbox.store import schema
+from txbox.text import capitalized
 
 
 class TxboxConfig(AppConfig):
@@ -53,16 +54,15 @@ def check_tables(databases: Sequence[str] | None = None, **_: Any) -> list[check
         state = drive(app.database.sync, schema.state_of, app.store.dialect)
         is_pending = _is_pending(connections[alias])
     except (StoreError, Error):
-        # an absent database is none of ours to report
+        # Django reports an absent database
         return []
     refusal = schema.unusable(state)
     if refusal is None or (is_pending and state.version is None):
         return []
-    problem, remedy = refusal.split(": ", 1)
-    if is_pending:
-        remedy = "run `manage.py migrate`."
-    hint = f"{remedy[0].upper()}{remedy[1:]}".replace("`txbox ", "`manage.py txbox ")
-    return [checks.Warning(f"{problem}.", hint=hint, id="txbox.W001")]
+    hint = "Run `manage.py migrate`."
+    if not is_pending:
+        hint = capitalized(refusal.remedy).replace("`txbox ", "`manage.py txbox ")
+    return [checks.Warning(f"{refusal.problem}.", hint=hint, id="txbox.W001")]
 
 
 def _is_pending(connection: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The inbox and the outbox as models to look at and to filter. Nothing is changed through them: verbs do that."""
+"""The inbox and the outbox as models to view and to filter. Nothing is changed through them: verbs do that."""
 
 from __future__ import annotations
 
