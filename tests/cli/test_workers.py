@@ -123,7 +123,7 @@ def test_workers_and_top_of_a_service_that_runs(shop: Command) -> None:
             assert max(map(len, lines)) <= 80
             assert any(line.startswith("billing ") for line in lines)
             assert any(f":{service.pid} " in line for line in lines)
-            assert "stop running it within a few seconds" in shop("pause", "billing").out
+            assert "stops running it within a few seconds" in shop("pause", "billing").out
             # heard without a restart
             eventually(lambda: shop("workers", "--json").json["workers"][0]["paused"])
         finally:

@@ -458,15 +458,15 @@ class Queries(Operator):
         consumers = self.consumers() if consumer is None else [consumer]
         kinds = [(name, status) for name in consumers for status in ("dead", "failed")]
         most = min(max(_GROUPED // (len(kinds) or 1), _GROUPED_MIN), _GROUPED_MAX)
-        rows_of = {kind: self._failed(kind, most) for kind in kinds}
-        read = {kind: sum(int(row[2]) for row in rows) for kind, rows in rows_of.items()}
+        groups_of = {kind: self._failed(kind, most) for kind in kinds}
+        read = {kind: sum(int(row[2]) for row in rows) for kind, rows in groups_of.items()}
         full = [kind for kind in kinds if read[kind] == most]
         if full:
             # those that have more share what the others do not need
             spare = max(0, _GROUPED - sum(read.values())) // len(full)
             most = min(most + spare, _GROUPED_MAX)
-            rows_of |= {kind: self._failed(kind, most) for kind in full}
-        for kind, rows in rows_of.items():
+            groups_of |= {kind: self._failed(kind, most) for kind in full}
+        for kind, rows in groups_of.items():
             more = kind in full and sum(int(row[2]) for row in rows) == most
             for row in rows:
                 fresh = _failures(*kind, row, more=more)

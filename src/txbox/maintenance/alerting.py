@@ -98,7 +98,9 @@ def _is_ours(app: App, alerting: Alerting, code: str, subject: str) -> bool:
     return code in _AT_ONCE | _LASTING
 
 
-async def _alerts_of(case: Examination, finding: Finding) -> AsyncIterator[tuple[Alert, str | None]]:
+async def _alerts_of(
+    case: Examination, finding: Finding
+) -> AsyncIterator[tuple[Alert, str | None]]:
     """The alerts of a finding, and of those about dead messages when the newest one died."""
     if finding.code == "dead-messages":
         rows = await case.rows(
