@@ -11,17 +11,17 @@ import json
 import secrets
 from collections.abc import AsyncIterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from txbox.admin import findings
-from txbox.admin.findings import Examination, Finding
-from txbox.admin.tables import COUNTED_MAX
 from txbox.alerts import Alert, Alerting, dead, page
 from txbox.app import App
 from txbox.maintenance.pruning import Report, Task
 from txbox.session import Session
 from txbox.store.dialect import as_time
 from txbox.store.jobs import JobLease
+
+if TYPE_CHECKING:
+    from txbox.admin.findings import Examination, Finding
 
 #: Every worker of an App comes round this often; the first one does the work for all.
 EVERY = timedelta(seconds=15)
@@ -44,6 +44,9 @@ async def review(db: Session, app: App, task: Task) -> Report:
     Guarantee: an alert is open for as long as what it is about can be seen in the tables: a message that becomes dead
     in the moment in which its alert is closed opens it again here.
     """
+    # a worker without alerts does without what operators need
+    from txbox.admin import findings
+
     alerting, dialect = app.alerting, app.store.dialect
     if alerting is None or task.dry_run:
         return Report("alerts")
@@ -53,7 +56,8 @@ async def review(db: Session, app: App, task: Task) -> Report:
         name = f"alerts:{alerting.names}{app.routes.local}"
         if not await JobLease(dialect, name, secrets.token_hex(16), lease_s).acquire(db):
             return Report("alerts", skipped=True)
-    diagnosis, case = await findings.read(db, app, dialect), Examination(db, app, dialect)
+    diagnosis = await findings.read(db, app, dialect)
+    case = findings.Examination(db, app, dialect)
     seen: dict[str, tuple[Alert, str | None]] = {}
     fresh: set[str] = set()
     for finding in diagnosis.findings:
@@ -102,6 +106,8 @@ async def _alerts_of(
     case: Examination, finding: Finding
 ) -> AsyncIterator[tuple[Alert, str | None]]:
     """The alerts of a finding, and of those about dead messages when the newest one died."""
+    from txbox.admin.tables import COUNTED_MAX
+
     if finding.code == "dead-messages":
         rows = await case.rows(
             "failure_groups", consumer=finding.subject, status="dead", most=COUNTED_MAX
