@@ -28,7 +28,7 @@ _DEFAULTS = {
     "isolation.level": "read_committed",
     # control records end a transaction: the offset behind them shows only there
     "enable.partition.eof": True,
-    # the synchronous commit when partitions are given back waits this long for a broker that hangs
+    # the synchronous commit when partitions are released waits this long for a broker that hangs
     "socket.timeout.ms": 10_000,
 }
 #: The only options of librdkafka and its Python client that are spelt with underscores.
@@ -99,26 +99,26 @@ def checked_options(options: Mapping[str, Any], keywords: Mapping[str, Any]) -> 
     Raises:
         ConfigurationError: one of them is not for users to set.
     """
-    given = dict(options)
+    settings = dict(options)
     for name, value in keywords.items():
-        given[name if name in _UNDERSCORED else name.replace("_", ".")] = value
-    refuse(given, _REFUSED, "Kafka does not take {option}: {why}.")
+        settings[name if name in _UNDERSCORED else name.replace("_", ".")] = value
+    refuse(settings, _REFUSED, "Kafka does not take {option}: {why}.")
     for name, why in _FORCED.items():
-        if str(given.pop(name, False)).lower() != "false":
+        if str(settings.pop(name, False)).lower() != "false":
             raise ConfigurationError(f"{name} must be off: {why}.")
-        given[name] = False
+        settings[name] = False
     defaults: dict[str, Any] = dict(_DEFAULTS)
-    if str(given.get("group.protocol", "classic")).lower() != "consumer":
+    if str(settings.get("group.protocol", "classic")).lower() != "consumer":
         # the group takes the successor of a static member for the member itself: killed between two steps of a
         # cooperative rebalance, it would not bring about the second, and what it gave up would be nobody's
-        static = given.get("group.instance.id") is not None
+        static = settings.get("group.instance.id") is not None
         defaults[_STRATEGY] = "roundrobin" if static else "cooperative-sticky"
-        if static and "cooperative" in str(given.get(_STRATEGY, "")):
+        if static and "cooperative" in str(settings.get(_STRATEGY, "")):
             raise ConfigurationError(
                 f"{_STRATEGY} must not be cooperative together with group.instance.id: partitions that a member "
                 "gives up while it is killed would stay nobody's. Omit one of them."
             )
-    return defaults | given
+    return defaults | settings
 
 
 def is_cooperative(options: Mapping[str, Any]) -> bool:
@@ -127,24 +127,24 @@ def is_cooperative(options: Mapping[str, Any]) -> bool:
     return protocol == "consumer" or "cooperative" in str(options.get(_STRATEGY))
 
 
-def producer_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def producer_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the producer's options among those of Kafka(…), with its defaults.
 
     Raises:
         ConfigurationError: with one of them, a confirmation would not mean that the message is kept.
     """
-    refuse(given, _PRODUCER_REFUSED, "Kafka does not publish with {option}: {why}.")
+    refuse(settings, _PRODUCER_REFUSED, "Kafka does not publish with {option}: {why}.")
     for names, is_fine, rule in _PRODUCER_NEEDS:
         for name in names:
-            if name in given and not is_fine(str(given[name]).lower()):
+            if name in settings and not is_fine(str(settings[name]).lower()):
                 raise ConfigurationError(f"{name} {rule}.")
-    kept = {name: value for name, value in given.items() if not name.startswith(_OF_CONSUMERS)}
+    kept = {name: value for name, value in settings.items() if not name.startswith(_OF_CONSUMERS)}
     return {**_PRODUCER_DEFAULTS, **kept, **_PRODUCER_FORCED}
 
 
-def consumer_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def consumer_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the consumer's options among those of Kafka(…)."""
-    return {name: value for name, value in given.items() if not name.startswith(_OF_PRODUCERS)}
+    return {name: value for name, value in settings.items() if not name.startswith(_OF_PRODUCERS)}
 
 
 _SHARED = (
@@ -214,9 +214,9 @@ def text_of(error: BaseException) -> str:
 # -- questions to the cluster about topics --------------------------------------------------------------
 
 
-def admin(given: Mapping[str, Any]) -> Any:
+def admin(settings: Mapping[str, Any]) -> Any:
     """Create an admin client from the options of Kafka(…) that it takes, too."""
-    options = {name: value for name, value in given.items() if name.startswith(_SHARED)}
+    options = {name: value for name, value in settings.items() if name.startswith(_SHARED)}
     return AdminClient(options, logger=ClientLog())
 
 

@@ -78,7 +78,7 @@ class Kafka(Source):
     may have died of them.
 
     Guarantee: an offset is committed only after all messages delivered before it are stored. Commits
-    are at most half a second behind, and are brought up to date before partitions are given back. After
+    are at most half a second behind, and are brought up to date before partitions are released. After
     a crash, or when a partition is lost, what was not committed comes again and is a duplicate.
     `anchored`: an offset is committed only after the database has it too; what a database lost along
     with its last transactions comes again.

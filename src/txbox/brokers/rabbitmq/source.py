@@ -1,4 +1,4 @@
-"""RabbitMQ: queues, the channel that consumes them, and deliveries as messages, whatever bytes they hold."""
+"""RabbitMQ: queues, the channel that consumes them, and deliveries as messages, whatever bytes they have."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RabbitMQ(LoopSource["Link"]):
         url: "amqp://user:password@host:5672/vhost" or "amqps://…", with the query options of aio-pika.
         queues: the queues to consume; by default those that handlers name as topics. They must exist:
             declaring queues, bindings and policies is up to you.
-        prefetch: how many deliveries per queue may be unacknowledged at a time; all are held in memory.
+        prefetch: how many deliveries per queue may be unacknowledged at a time; all are in memory.
         consumer_timeout: the server's setting (`consumer_timeout`, 30 minutes by default), after which
             it takes back what is unacknowledged. None if it is switched off.
         arguments: of the consumers, such as {"x-priority": 10}.
