@@ -90,6 +90,7 @@ _ONE_BY_ONE = "one step after the other, in one process: nobody meets anybody"
 _NO_NETWORK = "no answer and no connection is lost there"
 _HONEST = "its handlers keep to the contract"
 _NO_LEASE_ENDS = "leases end at once there, and nothing is given back"
+_NO_INNODB = "it runs on SQLite and PostgreSQL"
 _ONE_AT_A_TIME = "it delivers one message at a time, without a key"
 _PRUNES_ALL = "it prunes all that is finished, and so does the mutant"
 # of the sweep
@@ -100,6 +101,7 @@ _ONE_CONSUMER = "its messages have one consumer each"
 _ONE_TOPIC = "one topic, one type, no key and no other payload"
 _NO_POISON = "nothing fails more than once, or at COMMIT"
 _NO_KILLER = "no message kills its process each time"
+_NOT_MADE_AGAIN = "no topic is made again there"
 # of chaos
 _APART = "handlers that break the contract are counted apart"
 _NOT_OLD = "nothing gets as old as the retention"
@@ -107,6 +109,7 @@ _ANY_STARTS = "starts are without a bound there, as workers are killed all the t
 _COSTS_TIME = "it costs time, and no message"
 _DEFINITE = "its poison at COMMIT has a code that is definite"
 _NOT_THERE = "no handler there does this"
+_NOT_THIS_FAST = "a server would have to be killed within the microseconds in which a COMMIT is shown and not written"
 _NOT_ANCHORED = "offsets are not anchored there"
 
 _PG, _LITE = "postgresql", "sqlite"
@@ -218,6 +221,34 @@ _ACKNOWLEDGED = (
         tests=pytest_of("processing/test_transaction.py::test_handler_cannot_make_its_commit_less_durable"),
         sweep=_HONEST,
         chaos=_NOT_THERE,
+    ),
+    Mutant(
+        "copy-writes-nothing",
+        "On MySQL and MariaDB a copy is acknowledged for a row that it has only read, on disk or not.",
+        "store/mysql.sql",
+        "updated_at = txbox_inbox.updated_at + INTERVAL 1 MICROSECOND",
+        "updated_at = txbox_inbox.updated_at",
+        model=_ONE_MESSAGE,
+        machine=_NO_INNODB,
+        tests=pytest_of(
+            "processing/test_transaction_durable.py::test_a_copy_is_acknowledged_after_a_commit_that_wrote"
+        ),
+        sweep=_ONE_WORKER,
+        chaos=_NOT_THIS_FAST,
+    ),
+    Mutant(
+        "offset-of-a-deleted-topic",
+        "What was committed of a deleted Kafka topic is taken for an offset of the one made again under its name.",
+        "brokers/kafka/partitions.py",
+        "if _differ(marked, uuid) or (",
+        "if False and (",
+        model=_ONE_MESSAGE,
+        machine=_NO_SOURCE,
+        tests=pytest_of(
+            "brokers/test_kafka_recreated.py::test_it_is_read_by_whoever_comes_after_a_worker_that_did_not_notice"
+        ),
+        sweep=_NOT_MADE_AGAIN,
+        chaos=chaos(_PG, "kafka"),
     ),
     Mutant(
         "watermark-at-highest",
