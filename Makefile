@@ -74,7 +74,7 @@ mutants: dev ## Deliberate defects of txbox itself, and what notices each; write
 	@$(PY) -m tests.support.servers run -- $(PY) -m tests.mutants $(ARGS)
 
 fuzz: dev ## Ten minutes of generated input: lives of messages beside a model, text from outside (FUZZ=times)
-	@TXBOX_FUZZ=$(or $(FUZZ),40) $(PY) -m tests.support.servers run --databases -- $(BIN)/pytest -v -n 2 --timeout 3600 tests/fuzz $(ARGS)
+	@TXBOX_FUZZ=$(or $(FUZZ),200) $(PY) -m tests.support.servers run --databases -- $(BIN)/pytest -v -n 2 --timeout 3600 tests/fuzz $(ARGS)
 
 bench: dev ## Measure every bar beside a naive loop and the limit; writes docs/performance.md (ARGS=--help)
 	@$(PY) -m tests.support.servers run --durable -- $(PY) -m benchmarks $(ARGS)

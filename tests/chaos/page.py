@@ -80,7 +80,9 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
         verdict = f"**{len(row['wrong'])} broken**" if row["wrong"] else "all invariants hold"
         elle = row.get("elle", "")
         yield f"| {row['database']} | {row['broker']} | {row['seed']} | {cells} | {elle} | {verdict} |"
-    yield f"| **all** | | | {_sums(rows, '**')} | | |"
+    green = [row for row in rows if not row["wrong"]]
+    yield f"| **{len(green)} that hold** | | | {_sums(green, '**')} | | |"
+    yield f"| **all {len(rows)}** | | | {_sums(rows, '**')} | | |"
     yield ""
     yield "## By database and broker"
     yield ""

@@ -56,6 +56,7 @@ CORPUS = [
     "", " ", "\0", "\ud800", "\u202e", "1" * _LONG, "a" * _LONG, "=" * _LONG, "[" * _LONG, '"' * _LONG, "%" * _LONG,
     "1e999", "-1", "٣s", "9" * 400 + "d", "Wed, 21 Oct 99999999999999999999 07:28:00 GMT", "NaN", "Infinity", "0x7f.1",
     "https://hooks..example.com", "https://⑫⑦.0.0.1", "https://[::1", "http://[", "https://a:99999/", "..", "//x",
+    "//:A",
     '{"id": "1", "source": "s"}', '{"data": ' + "[" * 5_000, '{"id": 1e400}', '{"a": 1, "a": 2}', "\ufeff{}",
 ]  # fmt: skip
 

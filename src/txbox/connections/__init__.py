@@ -86,6 +86,8 @@ def _check_readable(url: str) -> None:
         hosts = parts.netloc.rpartition("@")[2].split(",")  # libpq takes several
         readable = all(map(_HOST.fullmatch, hosts)) and " " not in parts.netloc
         readable = readable and not parts.fragment and "@" not in parts.path
+        # what begins with two slashes becomes a host when the URL is put together again
+        readable = readable and not parts.path.startswith("//")
     except ValueError:
         # the standard library's error quotes the part that may be a password
         readable = False
