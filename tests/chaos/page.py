@@ -104,7 +104,7 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| {name} | {counts[name]:,} | {(kind.fault.__doc__ or '').splitlines()[0]} |"
     if broken := [row for row in rows if row["wrong"]]:
         yield ""
-        yield "## What is broken"
+        yield "## What broke"
         yield ""
         for row in broken:
             for wrong in row["wrong"]:
