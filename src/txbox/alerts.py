@@ -25,6 +25,7 @@ from typing import Any, Literal, Self
 from urllib.parse import quote, urlencode
 
 from txbox.boundaries import is_contents
+from txbox.boundaries import log as _log
 from txbox.brokers.base import Destination, Publisher
 from txbox.errors import (
     BrokerError,
@@ -494,9 +495,11 @@ class Alerting:
         messages = [
             Outgoing(topic, asdict(body), type=alert.code, key=alert.key) for topic in self.topics
         ]
-        # a codec that fails on it must not keep the message from being recorded
-        with suppress(UnusableMessage):
+        try:
             await self._outbox.staging(db, dialect, messages)
+        except UnusableMessage as error:
+            # a codec that fails on it must not keep the message from being recorded
+            _log.error("The alert %r cannot be staged: %s", alert.title, error)
 
     def _linked(self, alert: Alert) -> Alert:
         where = self.alerts.dashboard

@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from tests.support.databases import Raw
+from tests.support.databases import Raw, missing_server, require, through_pgbouncer
 from tests.support.proxy import Cut, Proxy
 from tests.support.waiting import eventually
 from txbox import App
@@ -145,6 +145,28 @@ def test_what_follows_is_asked_for_when_the_commit_is_on_its_way(driven: Driven)
 
     driven.drive(steps)
     assert asked == [True]
+
+
+def test_nothing_is_begun_behind_a_commit_through_a_pooler(driven: Driven) -> None:
+    """It would give the session away at the answer to the COMMIT, with the next transaction in it."""
+    require(missing_server("pgbouncer"))
+    driven.app.close()
+    driven.connect(through_pgbouncer(driven.url) + "?prepare=off")
+    asked: list[str] = []
+
+    def following() -> Statements:
+        asked.append("next")
+        return (insert("b"),)
+
+    async def steps(db: Session) -> None:
+        await db.begin()
+        await commit_then(db, (insert("a"),), following)
+        await db.begin((insert("c"),))
+        await db.commit()
+
+    driven.drive(steps)
+    assert asked == []
+    assert driven.marks() == {"a", "c"}
 
 
 MARKED = Statement("mark", "SAVEPOINT marked", {})

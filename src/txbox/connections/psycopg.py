@@ -283,6 +283,7 @@ class PsycopgConnection(Connection):
         self._autocommit = raw.autocommit
         self._pipeline = Pipeline(raw, prepare=prepare, translate=self.translate)
         self._plans = Plans(prepare)
+        self._pooled = not prepare
         self._object = Watched(raw, database.handler_settings, self.sets)
         if pool is None:
             self._object.watch()
@@ -477,7 +478,8 @@ class PsycopgConnection(Connection):
     ) -> list[Result]:
         self._check_open()
         queue = self._stop_deferring()
-        if self._use.contended or self.stained:
+        if self._use.contended or self.stained or self._pooled:
+            # a pooler may give the session to another client once the COMMIT is answered (docs/howto/pgbouncer.md)
             then = None
         try:
             results: list[Result] = await self._turn(
