@@ -15,17 +15,14 @@ from unittest.mock import patch
 
 from benchmarks.servers import fresh_database
 from txbox import App, Message
-from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.brokers.base import Consumer, Context, Delivery, Source
 from txbox.worker import Worker
 
 
-class _Memory:
+class _Memory(Source, Consumer):
     """A source over a list."""
 
     name = "memory"
-    topics: Sequence[str] | None = None
-    tend_every_s: float | None = None
-    redelivery_s: float | None = None
 
     def __init__(self, prefix: str, count: int) -> None:
         self._deliveries = [
@@ -42,7 +39,9 @@ class _Memory:
         del topic
         return True
 
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None: ...
+    def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
+        del topics, context
+        return self
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         del wait_s
@@ -50,7 +49,6 @@ class _Memory:
         self._received += len(batch)
         return batch
 
-    def tend(self, deliveries: Sequence[Delivery]) -> None: ...
     def settle(self, deliveries: Sequence[Delivery]) -> None: ...
     def close(self) -> None: ...
 

@@ -24,7 +24,7 @@ from benchmarks.lazy import lazy_work
 from benchmarks.workload import CONSUMER, TOPIC, Tx, pay
 from txbox import App, Batching, Message
 from txbox.app import Consumption
-from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.brokers.base import Consumer, Context, Delivery, Source
 from txbox.worker import Worker
 
 
@@ -42,12 +42,9 @@ class Task:
     maintenance: bool = False
 
 
-class Feed:
+class Feed(Source, Consumer):
     """A source that makes deliveries when they are received, and keeps times of the last ten seconds only."""
 
-    topics: Sequence[str] | None = None
-    tend_every_s: float | None = None
-    redelivery_s: float | None = None
     name = "feed"
 
     def __init__(self, task: Task) -> None:
@@ -71,7 +68,9 @@ class Feed:
         del topic
         return True
 
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None: ...
+    def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
+        del topics, context
+        return self
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         now = time.perf_counter()
@@ -104,8 +103,6 @@ class Feed:
         if self._next - self._task.first - self.settled >= self._task.in_flight:
             self.full.set()
         return found
-
-    def tend(self, deliveries: Sequence[Delivery]) -> None: ...
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         now = time.perf_counter()

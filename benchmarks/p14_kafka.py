@@ -26,7 +26,7 @@ from tests.support.servers import ServerError, java, provision, server_urls
 from tests.support.servers.kafka import POM
 from txbox import App, Message
 from txbox.app import Consumption
-from txbox.brokers.base import Delivery, InFlight, Progress, Source
+from txbox.brokers.base import Consumer, Context, Delivery, Source
 from txbox.brokers.kafka import Kafka
 from txbox.worker import Worker
 
@@ -41,14 +41,10 @@ _WARM = 600
 _MORE, _MORE_IN_BATCHES = 3, 10
 
 
-class Memory:
+class Memory(Source, Consumer):
     """A source that hands out what it was given, already in the form a handler gets it."""
 
-    topics: Sequence[str] | None = None
-    tend_every_s: float | None = None
-    redelivery_s: float | None = None
     name = "memory"
-    exhausted = False
 
     def __init__(self, work: Work) -> None:
         self._waiting = [
@@ -64,7 +60,9 @@ class Memory:
         del topic
         return True
 
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None: ...
+    def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
+        del topics, context
+        return self
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         count = min(messages_max, len(self._waiting))
@@ -72,16 +70,16 @@ class Memory:
             time.sleep(min(wait_s, 0.01))
         return [Delivery(self._waiting.pop(), "orders") for _ in range(count)]
 
-    def tend(self, deliveries: Sequence[Delivery]) -> None: ...
     def settle(self, deliveries: Sequence[Delivery]) -> None: ...
     def close(self) -> None: ...
 
 
-class Timed:
+class Timed(Source, Consumer):
     """Another source under a stop-watch: from the last warm-up settlement to the last of all."""
 
     def __init__(self, source: Source, deliveries: int) -> None:
         self._source = source
+        self.name = source.name
         self._deliveries = deliveries
         self._received: dict[Delivery, float] = {}
         self._settled = 0
@@ -91,44 +89,30 @@ class Timed:
         self.timed = 0
         self.done = threading.Event()
 
-    @property
-    def name(self) -> str:
-        return self._source.name
-
-    @property
-    def topics(self) -> Sequence[str] | None:
-        return self._source.topics
-
-    @property
-    def exhausted(self) -> bool:
-        return self._source.exhausted
-
-    @property
-    def tend_every_s(self) -> float | None:
-        return self._source.tend_every_s
-
-    @property
-    def redelivery_s(self) -> float | None:
-        return self._source.redelivery_s
-
     def keeps_order(self, topic: str) -> bool:
         return self._source.keeps_order(topic)
 
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
-        self._source.open(topics, progress, in_flight)
+    def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
+        self._consumer = self._source.consumer(topics, context)
+        self.tend_every_s = self._consumer.tend_every_s
+        return self
+
+    @property
+    def exhausted(self) -> bool:
+        return self._consumer.exhausted
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
-        found = self._source.receive(messages_max, wait_s)
+        found = self._consumer.receive(messages_max, wait_s)
         now = time.perf_counter()
         for delivery in found:
             self._received[delivery] = now
         return found
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
-        self._source.tend(deliveries)
+        self._consumer.tend(deliveries)
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
-        self._source.settle(deliveries)
+        self._consumer.settle(deliveries)
         now = time.perf_counter()
         self._settled += len(deliveries)
         took_s = [now - self._received.pop(delivery) for delivery in deliveries]
@@ -144,7 +128,7 @@ class Timed:
             self.done.set()
 
     def close(self) -> None:
-        self._source.close()
+        self._consumer.close()
 
 
 class Contender:
@@ -228,11 +212,7 @@ class Subscribed(Kafka):
 
     def __init__(self, bootstrap: str, topic: str) -> None:
         super().__init__(bootstrap, group=topic, revoke_wait=timedelta(seconds=1))
-        self._topic = topic
-
-    @property
-    def topics(self) -> Sequence[str]:
-        return [self._topic]
+        self.topics = (topic,)
 
 
 def run(*, rounds: int, messages: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from benchmarks.place import Reading
 from benchmarks.result import Round, Verified
 from benchmarks.workload import TOPIC, Work
-from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.brokers.base import Consumer, Context, Delivery, Source
 from txbox.message import Message
 
 
@@ -89,7 +89,7 @@ class Stopwatch:
         }
 
 
-class Memory:
+class Memory(Source, Consumer):
     """Hands out a workload as a broker's client would: bytes become a Message when they are received.
 
     Args:
@@ -100,9 +100,6 @@ class Memory:
     A delivery's time is from when it was due (or, without a rate, received) to its settlement.
     """
 
-    topics: Sequence[str] | None = None
-    tend_every_s: float | None = None
-    redelivery_s: float | None = None
     name = "memory"
 
     def __init__(
@@ -135,7 +132,9 @@ class Memory:
         del topic
         return True
 
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None: ...
+    def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
+        del topics, context
+        return self
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         if self.exhausted:
@@ -172,8 +171,6 @@ class Memory:
             time.sleep(min(pause_s, wait_s))
             return time.perf_counter()
         return now
-
-    def tend(self, deliveries: Sequence[Delivery]) -> None: ...
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         self._settled += len(deliveries)

@@ -451,7 +451,7 @@ class App:
         A Webhook has its topic; `txbox run` serves it.
 
         Raises:
-            ConfigurationError: the source is consumed already, or the topics are none.
+            ConfigurationError: the topics are none.
         """
         if isinstance(source, Webhook):
             if topics is not None:
@@ -465,16 +465,6 @@ class App:
             self.webhooks.append(source)
             return
         named = None if topics is None else listed("app.consume", topics)
-        for other in self.consumptions:
-            if other.source is source:
-                first, second = (
-                    "all topics of handlers" if known is None else ", ".join(map(repr, known))
-                    for known in (other.topics, named)
-                )
-                raise ConfigurationError(
-                    f"{source.name} is consumed twice, for {first} and for {second}: name all of them in one "
-                    "app.consume(…), or make a second source."
-                )
         self.consumptions.append(Consumption(source, named))
 
     def publish(

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from aiormq.abc import DeliveredMessage
@@ -95,7 +96,9 @@ def on_sqs(
         },
     }  # fmt: skip
     queue = Queue(None, "orders", "https://sqs/orders", "arn:aws:sqs:orders", False, 30)
-    delivery = SQS("orders", region_name="x")._delivery(queue, record)
+    nothing: Any = None
+    consumer = SQS("orders", client=MagicMock()).consumer((), nothing)
+    delivery = consumer._delivery(queue, record)
     assert delivery is not None
     return delivery
 
@@ -189,8 +192,7 @@ def test_every_spelling_of_the_attributes(wire: Wire, prefix: str) -> None:
 def test_a_line_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "orders.jsonl"
     path.write_bytes(structured() + b"\n")
-    source, alone = File(path), Alone()
-    source.open(["orders"], alone, alone)
+    source = File(path).consumer(["orders"], Alone())
     (delivery,) = source.receive(10, 0)
     source.close()
     is_the_event(the_message(delivery), "ce_")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.backup import Backup
+from tests.support.brokers.rigs import Alone
 from tests.support.databases import Raw
 from tests.support.servers import ROOT
 from tests.support.shop import CONSUMER, TOPIC, Shop, as_id, effects, opened, quarantined
@@ -25,10 +26,11 @@ from txbox.brokers.file import File
 from txbox.errors import StoreUnavailable
 
 
-class Kept:
+class Kept(Alone):
     """A progress in memory; `others` is what another process holds."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.lease_s = 60.0
         self.acquired = 0
         self.saves = 0
@@ -59,13 +61,13 @@ class Kept:
 
 def read(source: File, progress: Kept, *, settle: bool = True) -> list[Delivery]:
     """Open, read all there is, settle, close."""
-    source.open(["*"], progress)
+    consumer = source.consumer(["*"], progress)
     found: list[Delivery] = []
-    while received := list(source.receive(10, 0.0)):
+    while received := list(consumer.receive(10, 0.0)):
         found += received
         if settle:
-            source.settle(received)
-    source.close()
+            consumer.settle(received)
+    consumer.close()
     return found
 
 
@@ -192,8 +194,8 @@ def test_progress_survives_a_restart(tmp_path: Path) -> None:
 def test_only_the_gapless_settled_front_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write_events(path, range(5))
-    kept, source = Kept(), File(path)
-    source.open(["*"], kept)
+    kept = Kept()
+    source = File(path).consumer(["*"], kept)
     found = source.receive(10, 0.0)
     source.settle([found[0], found[3], found[4]])
     source.close()
@@ -225,12 +227,19 @@ def test_a_truncated_or_replaced_file_is_read_from_its_beginning(tmp_path: Path,
     assert len(read(File(path), kept)) == {"shorter": 1, "another inode": 6}.get(how, 20)
 
 
+def test_a_path_that_has_become_a_directory_is_refused(tmp_path: Path) -> None:
+    """Its progress is kept under another name, and its topics are others."""
+    source = File(tmp_path / "events")
+    (tmp_path / "events").mkdir()
+    with pytest.raises(ConfigurationError, match="has become a directory"):
+        source.consumer(["events"], Kept())
+
+
 def test_following_waits_for_the_newline_and_sees_what_is_added(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     line = event_line("a")
     path.write_text(line[:20])
-    source = File(path, follow=True)
-    source.open(["*"], Kept())
+    source = File(path, follow=True).consumer(["*"], Kept())
     assert source.receive(10, 0.0) == []
     with path.open("a") as file:
         file.write(line[20:])
@@ -242,8 +251,8 @@ def test_following_waits_for_the_newline_and_sees_what_is_added(tmp_path: Path) 
 def test_following_a_rotated_file_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write_events(path, ["a"])
-    kept, source = Kept(), File(path, follow=True)
-    source.open(["*"], kept)
+    kept = Kept()
+    source = File(path, follow=True).consumer(["*"], kept)
     first = source.receive(10, 0.0)
     path.rename(tmp_path / "events.jsonl.1")
     with (tmp_path / "events.jsonl.1").open("a") as file:
@@ -280,8 +289,7 @@ def test_a_line_written_just_before_the_rotation_is_read(
             write_events(path, ["c"])
         return found
 
-    source = File(path, follow=True)
-    source.open(["*"], Kept())
+    source = File(path, follow=True).consumer(["*"], Kept())
     source.settle(source.receive(1, 0.0))
     monkeypatch.setattr(os, "read", rotated_after_the_end)
     for message_id in ("b", "c"):
@@ -297,8 +305,7 @@ def test_following_a_truncated_file_starts_anew(tmp_path: Path, count: int) -> N
     write_events(path, ["a", "b"])
     with path.open("a") as file:
         file.write(event_line("cut off")[:20])
-    source = File(path, follow=True)
-    source.open(["*"], Kept())
+    source = File(path, follow=True).consumer(["*"], Kept())
     found = list(source.receive(1, 0.0))
     write_events(path, [f"n{number}" for number in range(count)])
 
@@ -316,8 +323,8 @@ def test_following_a_truncated_file_starts_anew(tmp_path: Path, count: int) -> N
 def test_a_file_of_a_directory_rewritten_to_the_same_length_starts_anew(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write_events(path, ["a", "b"])
-    kept, source = Kept(), File(tmp_path, follow=True)
-    source.open(["*"], kept)
+    kept = Kept()
+    source = File(tmp_path, follow=True).consumer(["*"], kept)
     found = list(source.receive(10, 0.0))
     write_events(path, ["c", "d"])
     assert source.receive(10, 0.0) == []
@@ -348,12 +355,12 @@ def test_files_of_other_topics_stay_unread(
     progress = Kept()
     source = File(tmp_path)
     for topics, wanted in ((["orders"], ["1"]), (["orders", "invoices"], ["0"])):
-        source.open(topics, progress)
-        deliveries = list(source.receive(10, 0.0))
+        consumer = source.consumer(topics, progress)
+        deliveries = list(consumer.receive(10, 0.0))
         assert ids(deliveries) == wanted
-        source.settle(deliveries)
-        assert not source.receive(10, 0.0)
-        source.close()
+        consumer.settle(deliveries)
+        assert not consumer.receive(10, 0.0)
+        consumer.close()
     assert caplog.text.count("does not read invoices.jsonl") == 1
 
 
@@ -365,8 +372,7 @@ def test_a_folder_in_a_directory_is_passed_over(tmp_path: Path) -> None:
 
 def test_following_a_directory_finds_new_files(tmp_path: Path) -> None:
     write_events(tmp_path / "a.jsonl", ["0"])
-    source = File(tmp_path, topic=TOPIC, follow=True)
-    source.open(["*"], Kept())
+    source = File(tmp_path, topic=TOPIC, follow=True).consumer(["*"], Kept())
     source.settle(source.receive(10, 0.0))
     assert source.receive(10, 0.0) == []
     write_events(tmp_path / "b.jsonl", ["1"])
@@ -379,9 +385,8 @@ def test_following_a_directory_finds_new_files(tmp_path: Path) -> None:
 
 def test_a_file_moved_away_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
     write_events(tmp_path / "a.jsonl", range(3))
-    source = File(tmp_path, topic=TOPIC, follow=True)
     before = _open_files()
-    source.open(["*"], Kept())
+    source = File(tmp_path, topic=TOPIC, follow=True).consumer(["*"], Kept())
     found = list(source.receive(1, 0.0))
     (tmp_path / "a.jsonl").rename(tmp_path / "a.done")
     found += source.receive(10, 0.0)
@@ -397,8 +402,7 @@ def test_another_process_takes_over_where_the_first_came_to(tmp_path: Path) -> N
     write_events(path, range(4))
     kept = Kept()
     kept.held_by_another = True
-    source = File(path)
-    source.open(["*"], kept)
+    source = File(path).consumer(["*"], kept)
     assert source.receive(10, 0.0) == []
     assert not source.exhausted
     other = Kept()
@@ -414,8 +418,8 @@ def test_a_reader_that_lost_its_lease_starts_from_what_is_saved(
     monkeypatch.setattr("txbox.brokers.file._SAVE_S", 0.0)
     path = tmp_path / "events.jsonl"
     write_events(path, range(4))
-    kept, source = Kept(), File(path)
-    source.open(["*"], kept)
+    kept = Kept()
+    source = File(path).consumer(["*"], kept)
     first = source.receive(2, 0.0)
     kept.lost = True
     source.settle(first)
@@ -430,9 +434,9 @@ def test_a_reader_whose_lines_take_long_keeps_its_lease(tmp_path: Path) -> None:
     """Nothing is received or settled meanwhile; another process would read the same lines."""
     path = tmp_path / "events.jsonl"
     write_events(path, range(3))
-    kept, source = Kept(), File(path)
+    kept = Kept()
     kept.lease_s = 0.3
-    source.open(["*"], kept)
+    source = File(path).consumer(["*"], kept)
     found = source.receive(10, 0.0)
     assert source.tend_every_s == pytest.approx(0.1)
     assert kept.acquired == 1
@@ -452,8 +456,8 @@ def test_lines_wait_while_progress_cannot_be_saved(
     monkeypatch.setattr("txbox.brokers.file._SAVE_S", 0.0)
     path = tmp_path / "events.jsonl"
     write_events(path, range(3))
-    kept, source = Kept(), File(path)
-    source.open(["*"], kept)
+    kept = Kept()
+    source = File(path).consumer(["*"], kept)
     first = source.receive(1, 0.0)
     kept.away = True
     with pytest.raises(StoreUnavailable):
@@ -474,19 +478,16 @@ def test_lines_that_may_have_killed_the_process_are_marked(tmp_path: Path) -> No
     path = tmp_path / "events.jsonl"
     write_events(path, range(9))
     kept = Kept()
-    dies = File(path, follow=True)
-    dies.open(["*"], kept)
+    dies = File(path, follow=True).consumer(["*"], kept)
     deliveries = list(dies.receive(4, 0.0))
     assert redelivered(deliveries) == []
     dies.settle(deliveries[:1])
 
     for count in (1, 2):
-        source = File(path, follow=True)
-        source.open(["*"], kept)
+        source = File(path, follow=True).consumer(["*"], kept)
         deliveries = list(source.receive(count, 0.0))
         assert redelivered(deliveries) == ["0", "1"][:count]
-    source = File(path, follow=True)
-    source.open(["*"], kept)
+    source = File(path, follow=True).consumer(["*"], kept)
     deliveries = list(source.receive(9, 0.0))
     assert redelivered(deliveries) == ["0", "1", "2", "3"]
     source.settle(deliveries)
@@ -499,16 +500,15 @@ def test_lines_that_may_have_killed_the_process_are_marked(tmp_path: Path) -> No
 def test_nothing_is_handed_out_before_it_could_be_marked(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write_events(path, range(3))
-    kept, source = Kept(), File(path)
-    source.open(["*"], kept)
+    kept = Kept()
+    source = File(path).consumer(["*"], kept)
     kept.away = True
     for _ in range(2):
         with pytest.raises(StoreUnavailable):
             source.receive(10, 0.0)
     kept.away = False
     assert ids(list(source.receive(10, 0.0))) == ["0", "1", "2"]
-    again = File(path)
-    again.open(["*"], kept)
+    again = File(path).consumer(["*"], kept)
     assert redelivered(list(again.receive(10, 0.0))) == ["0", "1", "2"]
 
 
@@ -518,8 +518,8 @@ def test_a_busy_reader_does_not_save_for_each_line(
     monkeypatch.setattr("txbox.brokers.file._SAVE_S", 3600.0)
     path = tmp_path / "events.jsonl"
     write_events(path, range(1000))
-    kept, source = Kept(), File(path)
-    source.open(["*"], kept)
+    kept = Kept()
+    source = File(path).consumer(["*"], kept)
     while deliveries := source.receive(1, 0.0):
         source.settle(deliveries)
     assert kept.saves < 20
@@ -536,8 +536,7 @@ def test_what_is_no_regular_file_is_passed_over(
     (tmp_path / "d.jsonl").symlink_to(tmp_path / "other")
     (tmp_path / "e.jsonl").symlink_to(tmp_path / "nowhere")
     write_events(tmp_path / "f.jsonl", ["2"])
-    source = File(tmp_path, follow=True)
-    source.open(["*"], Kept())
+    source = File(tmp_path, follow=True).consumer(["*"], Kept())
     deliveries = list(source.receive(10, 0.0))
     assert ids(deliveries) == ["1", "2"]
     source.settle(deliveries)
@@ -547,15 +546,14 @@ def test_what_is_no_regular_file_is_passed_over(
         assert caplog.text.count(f"does not read {name}.jsonl: it is not a regular file") == 1
     for name in ("a", "b", "c"):
         with pytest.raises(ConfigurationError, match="neither a regular file nor a directory"):
-            File(tmp_path / f"{name}.jsonl").open(["*"], Kept())
+            File(tmp_path / f"{name}.jsonl").consumer(["*"], Kept())
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "device"])
 def test_a_file_replaced_by_something_else_is_waited_for(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "events.jsonl"
     write_events(path, ["1"])
-    source = File(path, follow=True)
-    source.open(["*"], Kept())
+    source = File(path, follow=True).consumer(["*"], Kept())
     source.settle(source.receive(10, 0.0))
     path.unlink()
     if kind == "FIFO":
@@ -578,8 +576,7 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
     for number in range(50):
         write_events(tmp_path / f"{number:02}.jsonl", [number])
     before = _open_files()
-    source = File(tmp_path, topic=TOPIC, follow=True)
-    source.open(["*"], Kept())
+    source = File(tmp_path, topic=TOPIC, follow=True).consumer(["*"], Kept())
     while received := source.receive(10, 0.0):
         source.settle(received)
     assert _open_files() <= before + 1
@@ -589,7 +586,7 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="does not exist"):
-        File(tmp_path / "none.jsonl").open(["*"], Kept())
+        File(tmp_path / "none.jsonl").consumer(["*"], Kept())
     with pytest.raises(ConfigurationError, match="topic="):
         File("-")
 
@@ -720,8 +717,7 @@ def test_what_standard_input_brought_at_once_does_not_wait_for_more() -> None:
     standard_input, (reader, writer) = os.dup(0), os.pipe()
     os.dup2(reader, 0)
     try:
-        source = File("-", topic=TOPIC)
-        source.open(["*"], Kept())
+        source = File("-", topic=TOPIC).consumer(["*"], Kept())
         os.write(writer, "".join(map(event_line, range(3))).encode())
         found = [ids(list(source.receive(1, 0.05))) for _ in range(4)]
         assert found == [["0"], ["1"], ["2"], []]

@@ -34,6 +34,7 @@ from txbox import Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.kafka import source as kafka_source
+from txbox.brokers.kafka.source import KafkaConsumer
 from txbox.errors import BrokerUnavailable, ConfigurationError
 from txbox.events import MessagesLost, TopicMissing
 from txbox.identity import message_id
@@ -53,11 +54,11 @@ class TestKafka(SourceConformance):
             yield rig
 
 
-def nothing_comes(source: Kafka) -> bool:
+def nothing_comes(source: KafkaConsumer) -> bool:
     return not any(source.receive(100, 0.2) for _ in range(8))
 
 
-def is_unavailable(source: Kafka, what: str) -> bool:
+def is_unavailable(source: KafkaConsumer, what: str) -> bool:
     try:
         source.receive(100, 0.2)
     except BrokerUnavailable as error:
@@ -110,7 +111,7 @@ def test_an_unknown_option_is_refused_when_opened() -> None:
     progress: Any = None
     source = Kafka("localhost:9092", group="shop", no_such_option=1)
     with pytest.raises(ConfigurationError, match=r"no\.such\.option"):
-        source.open(["orders"], progress, progress)
+        source.consumer(["orders"], progress)
 
 
 # -- what a message is ------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def test_a_topic_made_again_under_its_reader_has_other_weak_ids(kafka_bootstrap:
     producer = Producer({"bootstrap.servers": kafka_bootstrap})
     admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
 
-    def weak_ids(source: Kafka, count: int) -> list[str]:
+    def weak_ids(source: KafkaConsumer, count: int) -> list[str]:
         for _ in range(count):
             producer.produce(topic, b"{}")
         assert producer.flush(20) == 0
@@ -251,7 +252,7 @@ def test_what_the_call_that_lost_a_partition_took_from_it_is_the_next_owners(
     alone = Kafka(kafka_bootstrap, group=group_id, enable_partition_eof=False)
     with opened(alone, topic) as source:
         take(source, 1)
-        consumer: Any = RebalancedWithin(source._open_consumer())
+        consumer: Any = RebalancedWithin(source._consumer)
         source._consumer = consumer
         produce(kafka_bootstrap, topic, range(2))
         assert nothing_comes(source)
@@ -280,8 +281,8 @@ def test_what_retention_deleted_before_it_was_read_is_reported(
 ) -> None:
     topic, group_id = new_topic(kafka_bootstrap), new_group()
     seen: Any = Reports()
-    source = Kafka(kafka_bootstrap, group=group_id)
-    source.open([topic], seen, seen)
+    kafka = Kafka(kafka_bootstrap, group=group_id)
+    source = kafka.consumer([topic], seen)
     try:
         produce(kafka_bootstrap, topic, range(3))
         source.settle(take(source, 3))
@@ -295,7 +296,7 @@ def test_what_retention_deleted_before_it_was_read_is_reported(
         (deleted,) = admin.delete_records([TopicPartition(topic, 0, 8)]).values()
         deleted.result(DEADLINE_S)
         if when == "while nobody reads":
-            source.open([topic], seen, seen)
+            source = kafka.consumer([topic], seen)
         found = take(source, 2)
         assert [delivery.tag.offset for delivery in found] == [8, 9]
         ((count, named, reason),) = [(one.count, one.topic, one.reason) for one in seen.reported]
@@ -336,7 +337,7 @@ def test_partitions_are_logged_as_they_come_and_go(
     def member() -> Kafka:
         return Kafka(kafka_bootstrap, group=group_id, options=PROTOCOLS[protocol])
 
-    def told(what: str, *members: Kafka) -> set[str]:
+    def told(what: str, *members: KafkaConsumer) -> set[str]:
         """Of which partitions the log has said so by now."""
         for each in members:
             is_unavailable(each, "")
@@ -354,10 +355,12 @@ def test_partitions_are_logged_as_they_come_and_go(
 
 def test_lost_partitions_are_logged(kafka_bootstrap: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "txbox")
-    source = Kafka(kafka_bootstrap, group="shop")
+    nothing: Any = None
+    source = Kafka(kafka_bootstrap, group="shop").consumer(["orders"], nothing)
     lost = [("orders", 10), ("invoices", 0), ("orders", 9)]
     source._lost(None, [TopicPartition(*each) for each in lost])  # type: ignore[arg-type]
     assert caplog.messages == ["kafka:shop: lost invoices[0] orders[9,10]"]
+    source.close()
 
 
 # -- the mock cluster: errors to order --------------------------------------------------------
@@ -448,8 +451,8 @@ def test_one_missing_topic_of_several_is_reported_while_the_others_are_consumed(
     topic, missing = new_topic(kafka_bootstrap), f"missing-{new_group()}"
     produce(kafka_bootstrap, topic, ["m1"])
     nothing: Any = Nothing()
-    source = Kafka(kafka_bootstrap, group=new_group(), topic_metadata_refresh_interval_ms=500)
-    source.open([topic, missing], nothing, nothing)
+    kafka = Kafka(kafka_bootstrap, group=new_group(), topic_metadata_refresh_interval_ms=500)
+    source = kafka.consumer([topic, missing], nothing)
     found: list[Delivery] = []
 
     def receives(count: int) -> bool:

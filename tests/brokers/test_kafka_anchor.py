@@ -30,6 +30,7 @@ from txbox.brokers.kafka import Kafka
 from txbox.brokers.kafka import client as kafka_client
 from txbox.brokers.kafka import partitions as kafka_partitions
 from txbox.brokers.kafka import source as kafka_source
+from txbox.brokers.kafka.source import KafkaConsumer
 from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.worker.pump import StoredAnchors
 
@@ -414,15 +415,17 @@ def offsets(deliveries: Sequence[Delivery]) -> list[int]:
 
 
 @contextmanager
-def opened_with(source: Kafka, topic: str, progress: Any) -> Iterator[None]:
-    source.open([topic], progress, Nothing())
+def opened_with(source: Kafka, topic: str, progress: Any) -> Iterator[KafkaConsumer]:
+    context = Nothing()
+    context.progress = progress
+    consumer = source.consumer([topic], context)
     try:
-        yield
+        yield consumer
     finally:
-        source.close()
+        consumer.close()
 
 
-def take(source: Kafka, count: int) -> list[Delivery]:
+def take(source: KafkaConsumer, count: int) -> list[Delivery]:
     found: list[Delivery] = []
 
     def enough() -> bool:
@@ -436,8 +439,8 @@ def take(source: Kafka, count: int) -> list[Delivery]:
 def test_deliveries_in_flight_are_forgotten(kafka_bootstrap: str) -> None:
     topic, group, progress = new_topic(kafka_bootstrap), f"g-{secrets.token_hex(4)}", Memory()
     produce(kafka_bootstrap, topic, range(10))
-    source = Kafka(kafka_bootstrap, group=group, anchored=True)
-    with opened_with(source, topic, progress):
+    kafka = Kafka(kafka_bootstrap, group=group, anchored=True)
+    with opened_with(kafka, topic, progress) as source:
         before = take(source, 10)
         assert offsets(before) == list(range(10))
         source.settle(before[:6])
@@ -463,11 +466,11 @@ def test_deliveries_in_flight_are_forgotten(kafka_bootstrap: str) -> None:
 def test_a_database_that_is_away_costs_no_membership(kafka_bootstrap: str) -> None:
     topic, group, progress = new_topic(kafka_bootstrap), f"g-{secrets.token_hex(4)}", Memory()
     produce(kafka_bootstrap, topic, range(3))
-    source = Kafka(
+    kafka = Kafka(
         kafka_bootstrap, group=group, anchored=True,
         session_timeout_ms=6000, max_poll_interval_ms=6000,
     )  # fmt: skip
-    with opened_with(source, topic, progress):
+    with opened_with(kafka, topic, progress) as source:
         found = take(source, 3)
         progress.away = True
         with suppress(StoreError):
@@ -487,6 +490,5 @@ def test_a_database_that_is_away_costs_no_membership(kafka_bootstrap: str) -> No
 
 
 def test_a_progress_without_anchors_is_refused() -> None:
-    progress: Any = None
     with pytest.raises(ConfigurationError, match="anchors"):
-        Kafka("localhost:9092", group="shop", anchored=True).open(["orders"], progress, Nothing())
+        Kafka("localhost:9092", group="shop", anchored=True).consumer(["orders"], Nothing())

@@ -177,10 +177,10 @@ def test_each_client_gets_only_its_own_options(caplog: pytest.LogCaptureFixture)
     with suppress(BrokerUnavailable):
         publisher.publish([Message(topic="orders", id="m1")], 0.1)
     publisher.close()
-    both.open(["orders"], nothing, nothing)
+    consumer = both.consumer(["orders"], nothing)
     with suppress(BrokerUnavailable):
-        both.receive(1, 0.1)
-    both.close()
+        consumer.receive(1, 0.1)
+    consumer.close()
     assert "FAIL" in caplog.text  # the clients did log
     assert "CONFWARN" not in caplog.text
 
@@ -215,4 +215,4 @@ def test_a_queue_that_stays_full_is_not_waited_for_beyond_the_time() -> None:
 def test_to_consume_it_needs_a_group() -> None:
     nothing: Any = None
     with pytest.raises(ConfigurationError, match="group"):
-        Kafka("localhost:1").open(["orders"], nothing, nothing)
+        Kafka("localhost:1").consumer(["orders"], nothing)

@@ -29,6 +29,7 @@ from tests.support.shop import create_effects
 from tests.support.waiting import DEADLINE_S, eventually
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.kafka import client as kafka_client
+from txbox.brokers.kafka.source import KafkaConsumer
 from txbox.errors import BrokerUnavailable
 from txbox.identity import message_id
 
@@ -62,7 +63,7 @@ def recreate(bootstrap: str, topic: str, partitions: int = 1) -> None:
     produce(bootstrap, topic, _NEW)
 
 
-def reads(source: Kafka, *, settled: bool = True) -> Iterator[set[int]]:
+def reads(source: KafkaConsumer, *, settled: bool = True) -> Iterator[set[int]]:
     """What it has read of the new topic by now, again and again."""
     ids: set[int] = set()
     while True:
@@ -74,7 +75,7 @@ def reads(source: Kafka, *, settled: bool = True) -> Iterator[set[int]]:
         yield ids & set(_NEW)
 
 
-def reads_all(source: Kafka) -> None:
+def reads_all(source: KafkaConsumer) -> None:
     progress = reads(source)
     eventually(lambda: next(progress) == set(_NEW), "every message of the new topic")
 

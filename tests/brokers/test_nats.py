@@ -22,7 +22,7 @@ from tests.support.servers.control import ThrowawayNats
 from tests.support.waiting import eventually, room
 from txbox import ConfigurationError, Message
 from txbox.brokers.base import Delivery
-from txbox.brokers.nats import Nats
+from txbox.brokers.nats import Nats, NatsConsumer
 from txbox.errors import BrokerError, BrokerUnavailable
 from txbox.identity import message_id
 
@@ -50,10 +50,9 @@ class Stream(NatsRig):
     async def add_consumer(self, config: ConsumerConfig, js: Any) -> None:
         await js.add_consumer(self.stream, config)
 
-    def opened(self, **options: Any) -> Nats:
-        source = self.source(**options)
-        source.open([self.topic], Alone(), Alone())
-        return source
+    def opened(self, *topics: str, **options: Any) -> NatsConsumer:
+        source: Nats = self.source(**options)
+        return source.consumer(topics or [self.topic], Alone())
 
 
 @pytest.fixture
@@ -63,11 +62,11 @@ def stream(nats_url: str) -> Iterator[Stream]:
 
 
 @pytest.fixture
-def closing() -> Iterator[Callable[[Nats], Nats]]:
+def closing() -> Iterator[Callable[[NatsConsumer], NatsConsumer]]:
     """Closes sources whatever happens: their threads must not outlive the test."""
-    sources: list[Nats] = []
+    sources: list[NatsConsumer] = []
 
-    def keep(source: Nats) -> Nats:
+    def keep(source: NatsConsumer) -> NatsConsumer:
         sources.append(source)
         return source
 
@@ -76,7 +75,7 @@ def closing() -> Iterator[Callable[[Nats], Nats]]:
         each.close()
 
 
-def received(source: Nats, count: int = 1) -> list[Delivery]:
+def received(source: NatsConsumer, count: int = 1) -> list[Delivery]:
     found: list[Delivery] = []
 
     def enough() -> bool:
@@ -126,14 +125,12 @@ def test_several_topics_and_wildcards(stream: Stream, closing: Any) -> None:
     stream.publish(Note("m1"))
     stream.publish(Note("m2"), subject=f"{stream.stream}.sent.eu")
     topics = [stream.topic, f"{stream.stream}.sent.*"]
-    source = closing(stream.source())
-    source.open(topics, Alone(), Alone())
+    source = closing(stream.opened(*topics))
     found = received(source, 2)
     assert sorted(the_message(row).topic for row in found) == topics
     source.settle(found)
     assert stream.outstanding(f"shop-{stream.stream}_paid") == 0
-    everything = closing(stream.source(stream=stream.stream, durable="all"))
-    everything.open(["*"], Alone(), Alone())
+    everything = closing(stream.opened("*", stream=stream.stream, durable="all"))
     assert [the_message(delivery).topic for delivery in received(everything, 2)] == [
         stream.topic,
         f"{stream.stream}.sent.eu",
@@ -159,7 +156,7 @@ def test_a_server_that_is_away_at_first(throwaway_nats: ThrowawayNats, closing: 
     assert stream.outstanding() == 0
 
 
-def test_a_wrong_password_is_named(closing: Callable[[Nats], Nats]) -> None:
+def test_a_wrong_password_is_named() -> None:
     """The server numbers no errors; the client knows this one by a word of its protocol."""
     with ThrowawayNats() as server:
         config = server.directory / "nats.conf"
@@ -168,11 +165,11 @@ def test_a_wrong_password_is_named(closing: Callable[[Nats], Nats]) -> None:
         server.start()
 
         def at(user: str) -> Nats:
-            return closing(Nats(server.url.replace("//", f"//{user}@"), durable="shop", stream="S"))
+            return Nats(server.url.replace("//", f"//{user}@"), durable="shop", stream="S")
 
         source = at("shop:wrong")
         for refused in (
-            lambda: source.open(["orders"], Alone(), Alone()),
+            lambda: source.consumer(["orders"], Alone()),
             lambda: source.examine(["orders"]),
         ):
             with pytest.raises(ConfigurationError, match="rejects the login") as caught:
@@ -303,7 +300,7 @@ def test_what_can_never_work_is_refused(
         ([stream.topic], stream.source(durable=None)),
     ):
         with pytest.raises(ConfigurationError):
-            closing(source).open(topics, Alone(), Alone())
+            source.consumer(topics, Alone())
 
 
 def test_consumers_that_exist_are_looked_at(stream: Stream, closing: Any) -> None:
@@ -323,7 +320,7 @@ def test_consumers_that_exist_are_looked_at(stream: Stream, closing: Any) -> Non
     ):
         stream.do(partial(Stream.add_consumer, stream, each))
         with pytest.raises(ConfigurationError, match=str(each.durable_name)):
-            closing(stream.source(durable=each.durable_name)).open([stream.topic], Alone(), Alone())
+            stream.opened(durable=each.durable_name)
     fine = ConsumerConfig(durable_name="fine", ack_wait=6, filter_subject=stream.topic)
     stream.do(lambda js: js.add_consumer(stream.stream, fine))
     source = closing(stream.opened(durable="fine"))
@@ -333,7 +330,7 @@ def test_consumers_that_exist_are_looked_at(stream: Stream, closing: Any) -> Non
     try:
         # all of its stream is what is asked for
         stream.do(lambda js: js.add_consumer(alone, ConsumerConfig(durable_name="whole")))
-        closing(stream.source(durable="whole")).open([alone], Alone(), Alone())
+        closing(stream.opened(alone, durable="whole"))
     finally:
         stream.do(lambda js: js.delete_stream(alone))
 
@@ -344,8 +341,7 @@ def test_a_filter_that_is_changed_brings_nothing_under_the_topic(
 ) -> None:
     """What it was asked for has its topic, and the rest has its subject, so that no handler gets it."""
     topic, cancelled = f"{stream.stream}.{topic}", f"{stream.stream}.cancelled"
-    source = closing(stream.source())
-    source.open([topic], Alone(), Alone())
+    source = closing(stream.opened(topic))
     everything = ConsumerConfig(durable_name="shop", ack_wait=30, max_deliver=-1)
     stream.do(lambda js: js.add_consumer(stream.stream, everything))
     asked_for = topic.replace("*", "eu").replace(">", "eu.fr")
@@ -372,8 +368,8 @@ def test_a_connection_that_is_lost_without_an_end_is_replaced(
     monkeypatch.setattr("txbox.brokers.nats._PULL_S", 0.5)
     monkeypatch.setattr("txbox.brokers.nats._CONFIRM_S", 1.0)
     with Proxy(nats_url) as proxy:
-        source = Nats(proxy.url, durable="shop", stream=stream.stream)
-        source.open([stream.topic], Alone(), Alone())
+        nats = Nats(proxy.url, durable="shop", stream=stream.stream)
+        source = nats.consumer([stream.topic], Alone())
         try:
             stream.publish(Note("m1"))
             source.settle(received(source))

@@ -369,7 +369,7 @@ def test_refused_at_open(rabbitmq_url: str, queue: str) -> None:
     assert "secret" not in str(caught.value)
     nothing: Any = None
     with pytest.raises(ConfigurationError, match="pass queues="):
-        RabbitMQ(rabbitmq_url).open(["*"], nothing, nothing)
+        RabbitMQ(rabbitmq_url).consumer(["*"], nothing)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"x-stream-offset": "first"}, {"x-priority": 1}])
@@ -392,8 +392,6 @@ def test_what_it_says_of_itself(rabbitmq_url: str) -> None:
     assert source.topics == ("orders", "payments")
     assert source.redelivery_s == 1800
     assert RabbitMQ(rabbitmq_url, consumer_timeout=None).redelivery_s is None
-    assert not source.exhausted
-    source.close()
 
 
 def test_the_password_of_the_http_api_goes_nowhere_else() -> None:

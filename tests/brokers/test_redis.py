@@ -17,7 +17,7 @@ from tests.support.servers.control import ThrowawayRedis
 from tests.support.waiting import eventually
 from txbox import ConfigurationError, Message
 from txbox.brokers.base import Delivery
-from txbox.brokers.redis import RedisStreams
+from txbox.brokers.redis import RedisConsumer, RedisStreams
 from txbox.errors import BrokerError, BrokerUnavailable
 from txbox.events import MessagesLost
 from txbox.identity import message_id
@@ -46,11 +46,9 @@ class Stream(RedisRig):
     def pending(self) -> int:
         return int(self.client.xpending(self.topic, GROUP)["pending"])
 
-    def opened(self, alone: Alone | None = None, **options: Any) -> RedisStreams:
-        source = self.source(**options)
-        alone = alone or Alone()
-        source.open([self.topic], alone, alone)
-        return source
+    def opened(self, alone: Alone | None = None, **options: Any) -> RedisConsumer:
+        source: RedisStreams = self.source(**options)
+        return source.consumer([self.topic], alone or Alone())
 
 
 @pytest.fixture
@@ -59,7 +57,7 @@ def stream(redis_url: str) -> Iterator[Stream]:
         yield opened_stream
 
 
-def received(source: RedisStreams, count: int = 100) -> list[Delivery]:
+def received(source: RedisConsumer, count: int = 100) -> list[Delivery]:
     found: list[Delivery] = eventually(lambda: source.receive(count, 0.1))
     return found
 
@@ -198,8 +196,7 @@ def test_several_streams_never_exceed_what_was_asked_for(redis_url: str) -> None
         each.create()
         for number in range(10):
             each.add(f"m{number}")
-    source = streams[0].source()
-    source.open([each.topic for each in streams], Alone(), Alone())
+    source = streams[0].source().consumer([each.topic for each in streams], Alone())
     found: list[Delivery] = []
     while len(found) < 30:
         batch = source.receive(4, 0.1)
@@ -307,19 +304,19 @@ def test_what_can_never_work_is_refused(stream: Stream) -> None:
     with pytest.raises(ConfigurationError, match="retry"):
         stream.source(retry=None)
     with pytest.raises(ConfigurationError, match="group"):
-        RedisStreams(stream.address).open([stream.topic], Alone(), Alone())
+        RedisStreams(stream.address).consumer([stream.topic], Alone())
     with pytest.raises(ConfigurationError, match="claim_idle"):
         stream.source(claim_idle=timedelta(0))
     with pytest.raises(ConfigurationError, match="URL"):
         RedisStreams("nonsense", group=GROUP)
     with pytest.raises(ConfigurationError, match="by name"):
-        stream.source().open(["*"], Alone(), Alone())
+        stream.source().consumer(["*"], Alone())
     stream.client.set(stream.topic, "text")
     with pytest.raises(ConfigurationError, match="not a stream"):
         stream.opened()
     with pytest.raises(ConfigurationError, match="password"):
-        RedisStreams(stream.address, group=GROUP, username="nobody", password="wrong").open(
-            [stream.topic], Alone(), Alone()
+        RedisStreams(stream.address, group=GROUP, username="nobody", password="wrong").consumer(
+            [stream.topic], Alone()
         )
     assert issubclass(BrokerUnavailable, BrokerError)
 

@@ -184,6 +184,6 @@ def test_without_a_group_it_only_publishes() -> None:
     nothing: Any = None
     assert RedisStreams("redis://user:secret@localhost:1/3").name == "redis:localhost:1/3"
     with pytest.raises(ConfigurationError, match="group"):
-        RedisStreams("redis://localhost:1").open(["orders"], nothing, nothing)
+        RedisStreams("redis://localhost:1").consumer(["orders"], nothing)
     with pytest.raises(ConfigurationError, match="maxlen"):
         RedisStreams("redis://localhost:1", maxlen=0)

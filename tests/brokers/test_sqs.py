@@ -57,8 +57,7 @@ class Open:
     """A source without a worker."""
 
     def __init__(self, source: SQS, topics: Sequence[str] = ()) -> None:
-        self.source = source
-        source.open(topics, NOBODY, NOBODY)
+        self.source = source.consumer(topics, NOBODY)
 
     def receive(self, count: int) -> list[Delivery]:
         found: list[Delivery] = []
@@ -152,10 +151,10 @@ def test_batches_bounds_and_several_queues(sqs_url: str) -> None:
     for number in range(25):
         busy.add(f"b-{number}")
     calm.add("c-0")
-    source = SQS(busy.topic, calm.url, endpoint_url=sqs_url, **ACCESS)
-    assert source.topics == (busy.topic, calm.topic)
-    assert source.tend_every_s is None
-    source.open((), NOBODY, NOBODY)
+    both = SQS(busy.topic, calm.url, endpoint_url=sqs_url, **ACCESS)
+    assert both.topics == (busy.topic, calm.topic)
+    assert both.tend_every_s is None
+    source = both.consumer((), NOBODY)
     assert source.redelivery_s == 600.0
     topics = [each.topic for each in source.receive(3, 0.0)]
     assert len(topics) <= 3
@@ -296,19 +295,20 @@ def test_options_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_what_is_received_is_what_the_last_open_asked_for(sqs_url: str, named: bool) -> None:
+def test_what_is_received_is_what_its_consumer_was_asked_for(sqs_url: str, named: bool) -> None:
     first, second = Queue(sqs_url), Queue(sqs_url)
     first.add("m1")
     second.add("m2")
     queues = (first.topic, second.topic) if named else ()
     source = SQS(*queues, endpoint_url=sqs_url, **ACCESS)
     for queue, wanted in ((first, "m1"), (second, "m2")):
-        (delivery,) = Open(source, [queue.topic]).receive(1)
+        consumer = Open(source, [queue.topic])
+        (delivery,) = consumer.receive(1)
         assert delivery.topic == queue.topic
         assert delivery.message is not None
         assert delivery.message.headers.get("message-id") == wanted
-        assert not source.receive(1, 0.0), "nothing of the other"
-        source.close()
+        assert not consumer.source.receive(1, 0.0), "nothing of the other"
+        consumer.source.close()
 
 
 def test_what_is_missing_is_said(sqs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,8 +333,7 @@ def test_what_is_missing_is_said(sqs_url: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_unreachable_server_is_waited_for() -> None:
-    source = SQS("orders", endpoint_url="http://127.0.0.1:9", **ACCESS)
-    source.open((), NOBODY, NOBODY)
+    source = SQS("orders", endpoint_url="http://127.0.0.1:9", **ACCESS).consumer((), NOBODY)
     assert source.tend_every_s is None
     with pytest.raises(BrokerUnavailable):
         source.receive(10, 0.0)

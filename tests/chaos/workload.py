@@ -21,7 +21,7 @@ from tests.chaos.journal import Journal
 from tests.crash.service import execute
 from txbox import App, Batching, GapPolicy, Lease, Limits, Message, RelayPolicy, RetryPolicy
 from txbox.admin import Admin, InboxFilter, OutboxFilter, QuarantineFilter
-from txbox.brokers.base import Delivery, Destination, Publisher
+from txbox.brokers.base import Context, Delivery, Destination, Publisher
 from txbox.cli import main as txbox_command
 from txbox.errors import BrokerError, BrokerUnavailable, TxboxError
 from txbox.store import schema as tables
@@ -163,7 +163,7 @@ def other(message: Message[Any]) -> Message[Any]:
 
 
 class _Counted:
-    """A source that writes down how many messages it delivers."""
+    """A source, and what it opens: that writes down how many messages it delivers."""
 
     def __init__(self, source: Any, journal: Journal) -> None:
         self._source = source
@@ -171,6 +171,9 @@ class _Counted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
+
+    def consumer(self, topics: Sequence[str], context: Context) -> Any:
+        return _Counted(self._source.consumer(topics, context), self._journal)
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         deliveries: Sequence[Delivery] = self._source.receive(messages_max, wait_s)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from tests.support.shop import TOPIC, opened, paid
 from tests.support.sources import Memory
 from tests.support.workers import worker
 from txbox import App, ConfigurationError, Lease, Limits, Message
-from txbox.brokers.base import InFlight, Progress
+from txbox.brokers.base import Consumer, Context, Delivery, Source
 from txbox.brokers.file import File
+from txbox.brokers.kafka import Kafka
 from txbox.handlers.conflicts import names_of, topics_of
 
 
@@ -83,9 +86,9 @@ def test_a_time_out_that_only_the_broker_knows(
     sqlite_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Asking(Memory):
-        def open(self, topics: Any, progress: Progress, in_flight: InFlight) -> None:
-            super().open(topics, progress, in_flight)
+        def consumer(self, topics: Any, context: Context) -> Consumer:
             self.redelivery_s = 30.0
+            return super().consumer(topics, context)
 
     source = Asking([paid("m1")])
 
@@ -96,16 +99,53 @@ def test_a_time_out_that_only_the_broker_knows(
     assert source.closed
 
 
-def test_one_source_is_consumed_once(sqlite_url: str) -> None:
+class Shared(Source):
+    """A source whose consumers share nothing."""
+
+    name = "shared"
+
+    def __init__(self) -> None:
+        self.consumers: list[Memory] = []
+
+    def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
+        made = Memory([replace(paid(f"m-{topic}"), topic=topic) for topic in topics])
+        self.consumers.append(made)
+        return made.consumer(topics, context)
+
+
+def test_one_source_is_consumed_twice(sqlite_url: str) -> None:
+    """By one worker, and by the next: each time something else is opened."""
+    source, seen = Shared(), list[str]()
     with App(sqlite_url) as app:
-        source = Memory([])
+        app.init()
+
+        @app.handler("*", consumer="all")
+        def handle(message: Message[Any], tx: Any) -> None:
+            seen.append(message.topic)
+
         app.consume(source, ["a"])
-        with pytest.raises(
-            ConfigurationError, match="for 'a' and for 'b': name all of them in one"
-        ):
-            app.consume(source, ["b"])
-        with pytest.raises(ConfigurationError, match="for 'a' and for all topics of handlers"):
-            app.consume(source)
+        app.consume(source, ["b"])
+        for count in (2, 4):
+            assert worker(app, once=True).run() == 0
+            assert [each.settled_ids for each in source.consumers[-2:]] in (
+                [["m-a"], ["m-b"]], [["m-b"], ["m-a"]],
+            )  # fmt: skip
+            assert len(source.consumers) == count
+    assert sorted(seen) == ["a", "b"]
+
+
+def test_what_forgets_a_method_is_no_source() -> None:
+    class Forgetful(Source):
+        name = "forgetful"
+
+    class Lossy(Consumer):
+        def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
+            return []
+
+    made: list[Any] = [Forgetful, Lossy]
+    for kind, forgotten in zip(made, ("consumer", "close.*settle"), strict=True):
+        with pytest.raises(TypeError, match=forgotten):
+            kind()
 
 
 @pytest.mark.parametrize(
@@ -150,5 +190,8 @@ def test_sources_that_share_a_name_are_told_apart(tmp_path: Path) -> None:
     twice = File(tmp_path / "a.jsonl"), File(tmp_path / "a.jsonl")
     with pytest.raises(ConfigurationError, match="one of them would wait for the other"):
         names_of([(source, ["a"]) for source in twice])
+    member = Kafka("localhost:1", group="shop", group_instance_id="one")
+    with pytest.raises(ConfigurationError, match="names one member"):
+        names_of([(member, ["a"]), (member, ["b"])])
     elsewhere = File(tmp_path / "a.jsonl", name="elsewhere")
     assert len({*names_of([(twice[0], ["a"]), (elsewhere, ["a"])])}) == 2

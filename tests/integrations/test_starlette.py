@@ -25,7 +25,7 @@ from tests.support.recording import Recorder
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from txbox import App, ConfigurationError, Message, Outcome
-from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.brokers.base import Consumer, Context, Delivery
 from txbox.brokers.webhook import GitHub, Webhook
 from txbox.errors import SchemaError
 from txbox.integrations.starlette import (
@@ -173,9 +173,9 @@ class _Away(Memory):
         super().__init__([_paid("m-1")], endless=True)
         self.answers = threading.Event()
 
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+    def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
         assert self.answers.wait(DEADLINE_S)
-        super().open(topics, progress, in_flight)
+        return super().consumer(topics, context)
 
 
 def test_a_broker_that_is_away_keeps_no_server_from_starting(sqlite_url: str) -> None:

@@ -124,7 +124,7 @@ _ACKNOWLEDGED = (
         "A delivery is acknowledged when it arrives, before anything is done about it.",
         "worker/pump.py",
         "self._bytes += sum(sizes)",
-        "self._bytes += sum(sizes)\n        self.source.settle(received)",
+        "self._bytes += sum(sizes)\n        self.consumer.settle(received)",
         model=Defect("inbox", "ACK_FIRST"),
         machine=_NO_SOURCE,
         tests=pytest_of("worker/test_worker.py::test_a_delivery_is_settled_after_all_its_consumers", only=_PG),

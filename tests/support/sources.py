@@ -11,18 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from txbox import Message
-from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.brokers.base import Consumer, Context, Delivery, Source
 
 
-class Memory:
-    """A source over a list; `settled` keeps what was acknowledged, in that order.
+class Memory(Source, Consumer):
+    """A source over a list, and its only consumer; `settled` keeps what was acknowledged, in that order.
 
     It fails when two threads call it at once, or one calls it after it was closed.
     """
-
-    topics: Sequence[str] | None = None
-    tend_every_s: float | None = None
-    redelivery_s: float | None = None
 
     def __init__(self, deliveries: Sequence[Message[Any] | Delivery], *, endless: bool = False):
         self.name = "memory"
@@ -66,10 +62,11 @@ class Memory:
         del topic
         return True
 
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+    def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
         self.closed = False
         with self._alone():
-            self.in_flight = in_flight
+            self.context = context
+        return self
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         with self._alone():

@@ -33,7 +33,7 @@ from tests.support.webhook.running import TxboxRun
 from tests.support.webhook.senders import Answer, github
 from tests.support.workers import running, worker
 from txbox import App, Limits, Message
-from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.brokers.base import Consumer, Context, Delivery
 from txbox.brokers.webhook import Receive, Scope, Send, answer
 from txbox.errors import BrokerUnavailable, ConfigurationError
 from txbox.events import (
@@ -194,8 +194,9 @@ class Slow(Memory):
         self.may_open = threading.Event()
         self.is_away = False
 
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+    def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
         assert self.may_open.wait(DEADLINE_S)
+        return super().consumer(topics, context)
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         if self.is_away:

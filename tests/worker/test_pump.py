@@ -18,7 +18,7 @@ from tests.support.shop import TOPIC, Shop, effects, opened, paid, quarantined, 
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import run_of, running, worker
-from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.brokers.base import Consumer, Context, Delivery
 from txbox.errors import BrokerError, ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.events import ConsumptionPaused, ConsumptionResumed, MessageUnmatched, SettleFailed
 from txbox.message import Message
@@ -336,10 +336,10 @@ class Lending(Memory):
     follows: Callable[[], bool]
     looks = 0
 
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
-        super().open(topics, progress, in_flight)
-        assert isinstance(in_flight, Pump)
-        self.follows = lambda: in_flight._lead._follows
+    def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
+        assert isinstance(context, Pump)
+        self.follows = lambda: context._lead._follows
+        return super().consumer(topics, context)
 
     def has_looked(self, since: int) -> bool:
         return self.looks > since
@@ -421,7 +421,7 @@ def test_partitions_are_lost_while_the_other_thread_runs_what_came_from_them(sho
         def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
             if self.received and not asked.is_set():
                 asked.set()
-                lost.extend(self.in_flight.settled(lambda _: True, DEADLINE_S))
+                lost.extend(self.context.settled(lambda _: True, DEADLINE_S))
             return super().receive(messages_max, wait_s)
 
     source = Loses([paid("m1")], endless=True)

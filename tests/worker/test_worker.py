@@ -22,7 +22,7 @@ from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import App, Batching, Lease, Message, Outcome, Retry, RetryPolicy
-from txbox.brokers.base import Delivery, InFlight, Progress
+from txbox.brokers.base import Consumer, Context, Delivery
 from txbox.brokers.local import Local
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable
 from txbox.events import (
@@ -516,17 +516,17 @@ def test_a_source_collects_what_it_is_about_to_lose(shop: Shop) -> None:
         def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
             self.rounds += 1
             if self.rounds == 3:
-                early = self.in_flight.settled(lambda each: True, 0.05)
+                early = self.context.settled(lambda each: True, 0.05)
                 assert [delivery.message.id for delivery in early if delivery.message] in (
                     [],
                     ["fast"],
                 )
                 gate.set()
-                late = self.in_flight.settled(lambda made: True, 30.0)
+                late = self.context.settled(lambda made: True, 30.0)
                 collected.extend(
                     delivery.message.id for delivery in (*early, *late) if delivery.message
                 )
-                assert not self.in_flight.settled(lambda _: True, 30.0)
+                assert not self.context.settled(lambda _: True, 30.0)
             return super().receive(messages_max, wait_s)
 
     def hold(message: Message[Any], _tx: Any) -> None:
@@ -701,10 +701,10 @@ def test_a_worker_stopped_while_a_source_opens_ends_within_its_grace(shop: Shop)
     entered, go_on = threading.Event(), threading.Event()
 
     class Hangs(Memory):
-        def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+        def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
             entered.set()
             assert go_on.wait(DEADLINE_S)
-            super().open(topics, progress, in_flight)
+            return super().consumer(topics, context)
 
     shop.handler()
     source = Hangs([paid("m")], endless=True)
@@ -722,9 +722,9 @@ def test_no_source_is_asked_for_effects(sqlite_url: str) -> None:
     asked: list[str] = []
 
     class Asked(Memory):
-        def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+        def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
             asked.extend(topics)
-            super().open(topics, progress, in_flight)
+            return super().consumer(topics, context)
 
     with App(sqlite_url) as app:
 

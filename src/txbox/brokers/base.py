@@ -1,9 +1,10 @@
-"""The protocols of sources and publishers, and what their implementations share."""
+"""What sources, consumers and publishers are, and what they share."""
 
 from __future__ import annotations
 
 import operator
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -133,19 +134,24 @@ class Anchored(Protocol):
     def anchors(self) -> Anchors: ...
 
 
-class InFlight(Protocol):
-    """The deliveries a source has handed out that are not settled yet, and a way to report events."""
+class Context(Protocol):
+    """What a worker gives to a consumer."""
+
+    @property
+    def progress(self) -> Progress:
+        """For a source without a broker that remembers its position."""
+        ...
 
     def settled(self, among: Callable[[Delivery], bool], within_s: float) -> Sequence[Delivery]:
         """Wait until all matching in-flight deliveries are done, or the time is up; returns those done.
 
-        For a source that is about to lose them (a partition is revoked). The source must acknowledge
-        what is returned now; `settle` will not be called for it.
+        For a consumer that is about to lose them (a partition is revoked). It must acknowledge what is
+        returned now; `settle` will not be called for it.
         """
         ...
 
     def report(self, event: Event) -> None:
-        """Tell the app's observers what only the source can see, such as `MessagesLost`."""
+        """Tell the app's observers what only the consumer can see, such as `MessagesLost`."""
         ...
 
 
@@ -195,80 +201,74 @@ class Examinable(Protocol):
         ...
 
 
-@runtime_checkable
-class Single(Protocol):
-    """A source that perhaps only one process may open."""
+class Source(ABC):
+    """Where deliveries come from: a description that never changes. What is open is a `Consumer`.
 
-    @property
-    def one_process(self) -> str | None:
-        """Why only one process may open it; None if any number may."""
-        ...
-
-
-class Source(Protocol):
-    """Where deliveries come from. Methods are called by one thread at a time, but not always by the same one.
-
-    A subclass implements only what differs. `receive`, `tend` and `settle` may raise BrokerUnavailable,
-    or the StoreError of their progress; they are then called again later. So they are after any other
-    exception, with an event. For what a broker refuses, see `refusal`.
-
-    Guarantee: after a crash, a delivery that was not settled is delivered again.
+    Attributes:
+        name: identifies the source to people and in metrics. Stable across restarts: progress is kept under it.
+        topics: the only ones it can deliver; None if it delivers whatever it is asked for.
+        tend_every_s, redelivery_s: of its consumers, as far as they are known without asking the broker.
+        one_process: why only one process may consume it; None if any number may.
     """
 
-    @property
-    def name(self) -> str:
-        """Identifies the source to people and in metrics. Stable across restarts: progress is kept under it."""
-        ...
-
-    @property
-    def topics(self) -> Sequence[str] | None:
-        """The only topics it can deliver; None if it delivers whatever it is asked for."""
-        return None
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether it will never deliver anything again. A source that follows is never exhausted."""
-        return False
-
-    @property
-    def tend_every_s(self) -> float | None:
-        """How often `tend` must be called at least; None if the source does not need it."""
-        return None
-
-    @property
-    def redelivery_s(self) -> float | None:
-        """When the broker hands an unsettled delivery to another consumer; None for never, or not known yet.
-
-        If `tend_every_s` is a number, this is the time without `tend`. Otherwise it is the time since
-        delivery, which no run may exceed. Read before and after `open`.
-        """
-        return None
+    name: str
+    topics: Sequence[str] | None = None
+    tend_every_s: float | None = None
+    redelivery_s: float | None = None
+    one_process: str | None = None
 
     def keeps_order(self, topic: str) -> bool:
         """Whether a key's messages go to one consumer at a time, in order (promise 5.1)."""
         return False
 
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+    @abstractmethod
+    def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
         """Connect, without waiting for messages. A broker that is away is not an error, see `later_if_away`.
+
+        May be called any number of times: consumers share nothing.
 
         Args:
             topics: what to deliver; "*" means everything. A source that is a single stream may ignore
                 it.
-            progress: for a source without a broker that remembers its position.
-            in_flight: for a source that can lose deliveries it has handed out.
 
         Raises:
-            ConfigurationError: it can never work this way.
+            ConfigurationError: it can never work this way. Nothing is left open.
         """
-        ...
 
+
+class Consumer(ABC):
+    """What is open of a source, until `close`. One thread at a time calls it, but not always the same one.
+
+    A subclass implements only what differs. `receive`, `tend` and `settle` may raise BrokerUnavailable,
+    or the StoreError of their progress; they are then called again later. So they are after any other
+    exception, with an event. For what a broker refuses, see `refusal`.
+
+    Attributes:
+        tend_every_s: how often `tend` must be called at least; None if that is not needed.
+        redelivery_s: when the broker hands an unsettled delivery to another consumer; None for never, or not known
+            yet. If `tend_every_s` is a number, this is the time without `tend`. Otherwise it is the time since
+            delivery, which no run may exceed.
+
+    Guarantee: after a crash, a delivery that was not settled is delivered again.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.name = source.name
+        self.tend_every_s = source.tend_every_s
+        self.redelivery_s = source.redelivery_s
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it will never deliver anything again. One that follows is never exhausted."""
+        return False
+
+    @abstractmethod
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         """Return what has arrived, up to `messages_max`; wait at most `wait_s` seconds for the first.
 
         The first `messages_max` is the most that will ever be in flight. While deliveries are in flight,
         `wait_s` is zero and `receive` is called up to 2,000 times a second.
         """
-        ...
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
         """Keep what is in flight ours without receiving: extend it, or stay a member of the group.
@@ -278,22 +278,22 @@ class Source(Protocol):
         """
         return
 
+    @abstractmethod
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         """Acknowledge deliveries, in any order. A source with a cursor moves it only past what is settled without gaps.
 
         Raises:
             BrokerError: `failed` of them were not acknowledged and will be delivered again.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
-        """Give everything back; what was not settled is left for whoever opens it next."""
-        ...
+        """Give everything back; what was not settled is left for another consumer."""
 
 
 @contextmanager
 def later_if_away(source: str) -> Generator[None]:
-    """Connect in `open`: a broker that is away at start-up is waited for, and the first receive reports it."""
+    """Connect at start-up: a broker that is away is waited for, and the first receive reports it."""
     try:
         yield
     except BrokerUnavailable as error:

@@ -12,9 +12,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from txbox.brokers.base import Delivery, InFlight, Progress, Source
+from txbox.brokers.base import Consumer, Context, Delivery, Progress, Source
 from txbox.brokers.envelope import EVENT, FILE
 from txbox.errors import ConfigurationError
 
@@ -67,75 +68,88 @@ class File(Source):
         pattern: str = "*.jsonl",
         line_bytes: int = 16 * 1024 * 1024,
     ) -> None:
-        self._stdin = os.fspath(path) == "-"
-        if self._stdin and topic is None:
+        stdin = os.fspath(path) == "-"
+        if stdin and topic is None:
             raise ConfigurationError('File("-") has no name to derive a topic from: pass topic=.')
         if line_bytes < 1:
             raise ConfigurationError(f"line_bytes is {line_bytes}: it must be 1 or more.")
         self.path = Path(path).absolute()
-        self._topic = topic
-        self._follow = follow
-        self._pattern = pattern
-        self._line_bytes = line_bytes
-        self._kept_under = name or ("-" if self._stdin else str(self.path))
-        self._progress: Progress | None = None
-        self._asked: frozenset[str] = frozenset()
-        # paths that are not read
-        self._others: set[Path] = set()
-        # read, but not handed out yet
-        self._ready: list[Delivery] = []
-        self._cursors: dict[str, Cursor] = {}
-        self._saved: dict[str, list[object]] = {}
-        self._holding = False
-        self._ended = False
-        self._dirty = False
-        self._lease_at = self._save_at = 0.0
-
-    @property
-    def name(self) -> str:
-        return f"file:{','.join(self.topics or '*')}:{self._kept_under}"
-
-    @property
-    def topics(self) -> Sequence[str] | None:
-        if not self._topic and self.path.is_dir():
-            return None
-        return (self._topic or self.path.stem,)
-
-    @property
-    def exhausted(self) -> bool:
-        return self._ended and self._holding
-
-    @property
-    def tend_every_s(self) -> float | None:
-        return None if self._progress is None else self._progress.lease_s / 3
+        self._is_directory = self.path.is_dir()
+        self._consumed = partial(
+            FileConsumer, self, None if stdin else self.path,
+            topic=topic, follow=follow and not stdin, pattern=pattern, line_bytes=line_bytes,
+        )  # fmt: skip
+        if topic or not self._is_directory:
+            self.topics = (topic or self.path.stem,)
+        kept_under = name or ("-" if stdin else str(self.path))
+        self.name = f"file:{','.join(self.topics or '*')}:{kept_under}"
 
     def keeps_order(self, topic: str) -> bool:
         """A file is read from beginning to end, by one process at a time."""
         return True
 
-    def open(
-        self, topics: Sequence[str], progress: Progress, in_flight: InFlight | None = None
+    def consumer(self, topics: Sequence[str], context: Context) -> FileConsumer:
+        if self.path.is_dir() is not self._is_directory and self.path.exists():
+            raise ConfigurationError(
+                f"{self.path} has become a directory, or was one, since File(…) was made: start again."
+            )
+        return self._consumed(topics, context.progress)
+
+
+class FileConsumer(Consumer):
+    """Reads the files of a File, while it has the lease of their progress.
+
+    Args:
+        path: None for standard input.
+    """
+
+    def __init__(
+        self,
+        source: File,
+        path: Path | None,
+        topics: Sequence[str],
+        progress: Progress,
+        *,
+        topic: str | None,
+        follow: bool,
+        pattern: str,
+        line_bytes: int,
     ) -> None:
-        self._drop()
-        self._lease_at = 0.0
+        super().__init__(source)
+        self._path = path
+        self._topic = topic
+        self._follow = follow
+        self._pattern = pattern
+        self._line_bytes = line_bytes
         self._asked = frozenset(topics)
-        self._others = set()
-        if self._stdin:
-            self._cursors = {"-": Cursor(None, self._topic or "-", self._line_bytes, 0)}
+        # paths that are not read
+        self._others: set[Path] = set()
+        self._progress: Progress | None = None
+        self._lease_at = self._save_at = 0.0
+        self._cursors: dict[str, Cursor] = {}
+        self._saved: dict[str, list[object]] = {}
+        # read, but not handed out yet
+        self._ready: list[Delivery] = []
+        self._holding = self._ended = self._dirty = False
+        if path is None:
+            self._cursors["-"] = Cursor(None, topic or "-", line_bytes, 0)
             self._holding = True
             return
-        if not self.path.exists():
+        if not path.exists():
+            raise ConfigurationError(f"The file {path} does not exist: check the path of File(…).")
+        if not (path.is_file() or path.is_dir()):
             raise ConfigurationError(
-                f"The file {self.path} does not exist: check the path of File(…)."
-            )
-        if not (self.path.is_file() or self.path.is_dir()):
-            raise ConfigurationError(
-                f"{self.path} is neither a regular file nor a directory: pipe what it brings into standard input, and "
+                f"{path} is neither a regular file nor a directory: pipe what it brings into standard input, and "
                 'read File("-", topic=…).'
             )
-        if not os.access(self.path, os.R_OK):
-            raise ConfigurationError(f"The file {self.path} cannot be read: check its permissions.")
+        if not os.access(path, os.R_OK):
+            raise ConfigurationError(f"The file {path} cannot be read: check its permissions.")
         self._progress = progress
+        self.tend_every_s = progress.lease_s / 3
+
+    @property
+    def exhausted(self) -> bool:
+        return self._ended and self._holding
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         deadline = time.monotonic() + wait_s
@@ -149,7 +163,7 @@ class File(Source):
             left_s = deadline - time.monotonic()
             if self.exhausted or left_s <= 0:
                 return []
-            if self._stdin:
+            if self._path is None:
                 select.select([0], [], [], left_s)
             else:
                 time.sleep(min(left_s, _POLL_S if self._holding else _WAIT_FOR_LEASE_S))
@@ -172,7 +186,6 @@ class File(Source):
                 self._progress.release()
         finally:
             self._drop()
-            self._progress = None
 
     # -- the lease and what it protects -------------------------------------------------------
 
@@ -226,7 +239,7 @@ class File(Source):
         size = sum(delivery.size_bytes for delivery in self._ready)
         for cursor in self._current():
             while len(self._ready) < messages_max and size < _RECEIVED_BYTES:
-                line = cursor.next_line(final=not self._follow or self._stdin)
+                line = cursor.next_line(final=not self._follow)
                 if line is None:
                     break
                 size += len(line[1])
@@ -235,7 +248,7 @@ class File(Source):
             else:
                 return
             self._at_end(cursor)
-        if self._stdin:
+        if self._path is None:
             self._ended = self._cursors["-"].ended
         else:
             # a partly filled batch only means that some file has ended
@@ -243,11 +256,11 @@ class File(Source):
 
     def _current(self) -> list[Cursor]:
         """Return the open streams: files in reading order, new ones too, then what is left of files that are gone."""
-        if self._stdin:
+        if self._path is None:
             return list(self._cursors.values())
-        paths = [self.path]
-        if self.path.is_dir():
-            paths = sorted(filter(self._is_asked_for, self.path.glob(self._pattern)))
+        paths = [self._path]
+        if self._path.is_dir():
+            paths = sorted(filter(self._is_asked_for, self._path.glob(self._pattern)))
         for path in paths:
             cursor = self._cursors.get(path.name)
             if cursor is None:
@@ -309,10 +322,10 @@ class File(Source):
 
     def _at_end(self, cursor: Cursor) -> None:
         """At the end of a stream: close it, or follow its path to a new file."""
-        if cursor.path is None or cursor.waiting:
+        if self._path is None or cursor.path is None or cursor.waiting:
             return
         if not cursor.rewritten:
-            if self.path.is_dir() and not cursor.buffer and cursor.cut is None:
+            if self._path.is_dir() and not cursor.buffer and cursor.cut is None:
                 # a directory may hold more files than a process may open
                 cursor.close()
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from txbox.brokers.base import Delivery, InFlight, Progress, Source
+from txbox.brokers.base import Consumer, Context, Delivery, Source
 
 
 class Local(Source):
@@ -19,22 +19,22 @@ class Local(Source):
     Guarantee: once `app.send` returns, the message is on disk for every consumer of its topic.
     """
 
-    @property
-    def name(self) -> str:
-        return "local"
-
-    @property
-    def exhausted(self) -> bool:
-        return True
+    name = "local"
 
     def keeps_order(self, topic: str) -> bool:
         """The table keeps the order."""
         return True
 
-    def open(
-        self, topics: Sequence[str], progress: Progress, in_flight: InFlight | None = None
-    ) -> None:
-        pass
+    def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
+        return _Nothing(self)
+
+
+class _Nothing(Consumer):
+    """Exhausted from the start."""
+
+    @property
+    def exhausted(self) -> bool:
+        return True
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         time.sleep(wait_s)

@@ -1,4 +1,4 @@
-"""Sources and publishers whose client is async: their event loop in a thread, and when they connect."""
+"""Consumers and publishers whose client is async: their event loop in a thread, and when they connect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from txbox.boundaries import log as _log
-from txbox.brokers.base import Batch, Source, later_if_away, refusal
+from txbox.brokers.base import Batch, Consumer, Source, later_if_away, refusal
 from txbox.errors import BrokerError, BrokerUnavailable, ConfigurationError
 from txbox.message import Message
 
@@ -97,31 +97,54 @@ class Link(Protocol):
 AnyLink = TypeVar("AnyLink", bound=Link)
 
 
-class LoopSource(Source, Generic[AnyLink]):
-    """A source over an async client. It connects when opened, and again whenever the connection is lost."""
+def run_once(
+    name: str,
+    work: Coroutine[Any, Any, Result],
+    trouble: tuple[type[BaseException], ...],
+) -> Result:
+    """Run a coroutine that connects by itself: nothing needs to be open.
+
+    Args:
+        name: of the source.
+        trouble: what the client raises when waiting may help.
+    """
+    loop = EventLoop(f"txbox-{name}-examined")
+    try:
+        return loop.call(work, CALL_S, 2 * CLOSE_S)
+    except trouble as error:
+        raise BrokerUnavailable(f"{name} cannot be reached ({error_text(error)}).") from error
+    finally:
+        loop.close()
+
+
+class LoopConsumer(Consumer, Generic[AnyLink]):
+    """A consumer over an async client. It connects when it is made, and again whenever the connection is lost."""
 
     #: What the client raises when waiting may help.
     trouble: ClassVar[tuple[type[BaseException], ...]]
-    _loop: EventLoop | None = None
-    _link: AnyLink | None = None
-    _was_linked = False
-    _lost = ""
-    _reconnect_at = 0.0
 
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self._link: AnyLink | None = None
+        self._was_linked, self._reconnect_at, self._lost = False, 0.0, ""
+        self._loop = EventLoop(f"txbox-{self.name}")
+
+    @abstractmethod
     async def _connect(self) -> AnyLink:
         """Connect and subscribe; leaves nothing behind if that fails.
 
         Raises:
             ConfigurationError: the server refuses it.
         """
-        raise NotImplementedError
 
     def _start(self) -> None:
-        """Start the loop and try to connect, as the last part of `open`."""
-        self._was_linked, self._reconnect_at = False, 0.0
-        self._loop = EventLoop(f"txbox-{self.name}")
-        with later_if_away(self.name):
-            self._linked()
+        """Try to connect, at the end of the subclass's `__init__`."""
+        try:
+            with later_if_away(self.name):
+                self._linked()
+        except BaseException:
+            self._loop.close()
+            raise
 
     def _linked(self, *, receiving: bool = False) -> AnyLink:
         """Return the connection; makes a new one if there is none that works.
@@ -150,7 +173,6 @@ class LoopSource(Source, Generic[AnyLink]):
             _log.debug("%s left a connection behind that did not close: %s", self.name, error)
 
     def _call(self, work: Coroutine[Any, Any, Result], more_s: float = 0.0) -> Result:
-        assert self._loop is not None
         try:
             # a client may delay a cancellation while it closes what is already dead
             return self._loop.call(work, CALL_S + more_s, 2 * CLOSE_S)
@@ -164,29 +186,13 @@ class LoopSource(Source, Generic[AnyLink]):
                 f"{self.name} cannot be reached ({error_text(error)}): it will be tried again."
             ) from error
 
-    def _ask(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine that connects by itself: nothing needs to be open."""
-        loop = EventLoop(f"txbox-{self.name}-examined")
-        try:
-            return loop.call(work, CALL_S, 2 * CLOSE_S)
-        except self.trouble as error:
-            raise BrokerUnavailable(
-                f"{self.name} cannot be reached ({error_text(error)})."
-            ) from error
-        finally:
-            loop.close()
-
     def close(self) -> None:
         """Disconnect; the link gives back what was not settled."""
-        loop, link = self._loop, self._link
-        if loop is None:
-            return
         try:
-            if link is not None:
-                self._call(link.close())
+            if self._link is not None:
+                self._call(self._link.close())
         finally:
-            self._loop = self._link = None
-            loop.close()
+            self._loop.close()
 
 
 class LoopPublisher(ABC):

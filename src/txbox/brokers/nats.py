@@ -9,7 +9,7 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -20,15 +20,15 @@ from txbox.boundaries import log as _log
 from txbox.brokers.base import (
     LAST_WORD_S,
     Batch,
+    Context,
     Delivery,
     Facts,
-    InFlight,
-    Progress,
+    Source,
     refuse,
     taken,
 )
 from txbox.brokers.envelope import NATS, clock, utf8
-from txbox.brokers.loop import LoopPublisher, LoopSource
+from txbox.brokers.loop import LoopConsumer, LoopPublisher, run_once
 from txbox.errors import (
     BrokerError,
     BrokerUnavailable,
@@ -175,7 +175,7 @@ _REFUSED_CONSUMER = {
 }
 
 
-class Nats(LoopSource["Link"]):
+class Nats(Source):
     """Pulls from JetStream through durable consumers, one per topic. A topic is a subject.
 
     Args:
@@ -203,8 +203,6 @@ class Nats(LoopSource["Link"]):
     and any other limit is logged as a warning.
     """
 
-    trouble = _TROUBLE
-
     def __init__(
         self,
         servers: str | Sequence[str] = "nats://localhost:4222",
@@ -225,50 +223,37 @@ class Nats(LoopSource["Link"]):
         self._servers = [servers] if isinstance(servers, str) else list(servers)
         self._durable = durable or ""
         self._stream = stream
-        self._confirm_s = _CONFIRM_S if confirm else None
         self._options = options
-        self._wanted: dict[str, Any] = {"max_deliver": -1, **(consumer or {})}
+        wanted: dict[str, Any] = {"max_deliver": -1, **(consumer or {})}
         try:
-            checked = ConsumerConfig(ack_wait=ack_wait.total_seconds(), **self._wanted)
+            checked = ConsumerConfig(ack_wait=ack_wait.total_seconds(), **wanted)
         except TypeError as error:
             raise ConfigurationError(
                 "consumer= of Nats names a field that ConsumerConfig does not have."
             ) from error
-        self._check_limit(checked, "consumer= of Nats")
-        self._wanted["ack_wait"] = self._ack_wait_s = ack_wait.total_seconds()
-        self._names: dict[str, str] = {}
-        self._consumers: dict[str, Consumer] = {}  # by topic
-        self._buffer: deque[Delivery] = deque()
-        self._unsettled: dict[Ack, None] = {}  # of what was handed out
-
-    @property
-    def name(self) -> str:
-        durable = self._durable
-        consumers = durable if isinstance(durable, str) else "+".join(sorted(set(durable.values())))
-        return f"nats:{consumers}" if consumers else self.publisher().name
+        _check_limit(checked, "consumer= of Nats")
+        self._ack_wait_s = wanted["ack_wait"] = ack_wait.total_seconds()
+        names = (
+            durable if isinstance(durable, str) else "+".join(sorted({*(durable or {}).values()}))
+        )
+        self.name = f"nats:{names}" if names else self.publisher().name
+        self.tend_every_s = self._ack_wait_s / 3
+        # the server redelivers what nobody tends; a consumer has its own setting
+        self.redelivery_s = self._ack_wait_s
+        self._consumed = partial(
+            NatsConsumer, self, self._client,
+            stream=stream, confirm_s=_CONFIRM_S if confirm else None, wanted=wanted,
+        )  # fmt: skip
 
     def publisher(self) -> NatsPublisher:
         return NatsPublisher(self._servers, self._options)
 
-    @property
-    def tend_every_s(self) -> float | None:
-        return self._ack_wait_s / 3
-
-    @property
-    def redelivery_s(self) -> float | None:
-        """Seconds after which the server redelivers what nobody tends; after `open`, the consumers' own setting."""
-        return self._ack_wait_s
-
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+    def consumer(self, topics: Sequence[str], context: Context) -> NatsConsumer:
         if not self._durable:
             raise ConfigurationError("Nats needs the name of a durable consumer: set durable=.")
         if not topics:
             raise ConfigurationError("Nats was given no topics: name subjects.")
-        self._names = self._consumer_names(["*"] if "*" in topics else topics)
-        self._consumers.clear()
-        self._buffer.clear()
-        self._unsettled.clear()
-        self._start()
+        return self._consumed(self._consumer_names(["*"] if "*" in topics else topics))
 
     def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
         """Ask for streams and, to consume, for their consumers."""
@@ -277,7 +262,7 @@ class Nats(LoopSource["Link"]):
             if self._durable
             else dict.fromkeys(topics)
         )
-        return self._ask(self._facts_of(names))
+        return run_once(self.name, self._facts_of(names), _TROUBLE)
 
     async def _client(self) -> Any:
         try:
@@ -326,6 +311,40 @@ class Nats(LoopSource["Link"]):
             )
         return names
 
+
+class NatsConsumer(LoopConsumer["Link"]):
+    """Pulls through durable consumers, on a connection that it makes again when it is lost. See `Nats`.
+
+    Args:
+        make_client: connects a client.
+        names: topic → name of its durable consumer.
+        confirm_s: how long each acknowledgement is waited for; None for not at all.
+        wanted: fields of consumers created here.
+    """
+
+    trouble = _TROUBLE
+
+    def __init__(
+        self,
+        source: Nats,
+        make_client: Callable[[], Awaitable[Any]],
+        names: Mapping[str, str],
+        *,
+        stream: str | None,
+        confirm_s: float | None,
+        wanted: Mapping[str, Any],
+    ) -> None:
+        super().__init__(source)
+        self._client = make_client
+        self._names = names
+        self._stream = stream
+        self._confirm_s = confirm_s
+        self._wanted = wanted
+        self._consumers: dict[str, Consumer] = {}  # by topic
+        self._buffer: deque[Delivery] = deque()
+        self._unsettled: dict[Ack, None] = {}  # of what was handed out
+        self._start()
+
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         self._call(self._receive(self._linked(receiving=True), messages_max, wait_s), wait_s)
         found = taken(self._buffer, messages_max)
@@ -361,8 +380,6 @@ class Nats(LoopSource["Link"]):
             if self._link is not None and self._link.lost is None:
                 self._call(self._link.give_back(list(self._unsettled)))
         finally:
-            self._buffer.clear()
-            self._unsettled.clear()
             super().close()
 
     # -- the connection and the consumers: on the loop -----------------------------------------
@@ -375,7 +392,8 @@ class Nats(LoopSource["Link"]):
                 pull = Pull(await self._stream_of(link, topic), durable, topic)
                 waits_s.append(await self._ensure(link, pull))
                 await self._start_pull(link, pull)
-            self._ack_wait_s = min(waits_s)
+            self.redelivery_s = min(waits_s)
+            self.tend_every_s = self.redelivery_s / 3
         except BaseException:
             await link.close()
             raise
@@ -431,7 +449,7 @@ class Nats(LoopSource["Link"]):
             try:
                 info = await link.js.consumer_info(pull.stream, pull.durable)
             except nats.js.errors.NotFoundError:
-                wanted: dict[str, Any] = self._wanted
+                wanted = self._wanted
                 if self._was_linked and wanted.get("deliver_policy") != DeliverPolicy.BY_START_TIME:
                     # one that was there and is gone must not miss what came since
                     wanted = {**wanted, "deliver_policy": DeliverPolicy.ALL, "opt_start_seq": None}
@@ -469,22 +487,23 @@ class Nats(LoopSource["Link"]):
             )
         if config.headers_only:
             raise ConfigurationError(f"{what} has headers_only: payloads are needed.")
-        self._check_limit(config, what)
-        return _redelivery_s(config, self._ack_wait_s)
+        _check_limit(config, what)
+        return _redelivery_s(config, self._wanted["ack_wait"])
 
-    def _check_limit(self, config: ConsumerConfig, what: str) -> None:
-        limit = config.max_deliver
-        if limit is None or limit <= 0:
-            return
-        if limit < _MAX_DELIVER_MIN:
-            raise ConfigurationError(
-                f"{what} has max_deliver {limit}: after that many deliveries NATS never delivers a message again, "
-                "and crashes count too. Set it to -1; attempts are counted in the database."
-            )
-        _log.warning(
-            "%s has max_deliver %d: a message delivered that often is lost to it. Set it to -1.",
-            what, limit,
-        )  # fmt: skip
+
+def _check_limit(config: ConsumerConfig, what: str) -> None:
+    limit = config.max_deliver
+    if limit is None or limit <= 0:
+        return
+    if limit < _MAX_DELIVER_MIN:
+        raise ConfigurationError(
+            f"{what} has max_deliver {limit}: after that many deliveries NATS never delivers a message again, "
+            "and crashes count too. Set it to -1; attempts are counted in the database."
+        )
+    _log.warning(
+        "%s has max_deliver %d: a message delivered that often is lost to it. Set it to -1.",
+        what, limit,
+    )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)

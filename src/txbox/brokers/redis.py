@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -19,10 +19,10 @@ from typing import Any, cast
 from txbox.boundaries import log as _log
 from txbox.brokers.base import (
     Batch,
+    Consumer,
+    Context,
     Delivery,
     Facts,
-    InFlight,
-    Progress,
     Source,
     later_if_away,
     parts,
@@ -139,70 +139,42 @@ class RedisStreams(Source):
             RedisPublisher, url, dict(options), payload=payload, maxlen=maxlen, replicas=replicas
         )
         options.setdefault("socket_timeout", _SOCKET_TIMEOUT_S)
-        timeout_s: float | None = options["socket_timeout"]
         self._new_client = partial(new_client, url, options)
         try:
-            self._client = self._new_client()
+            known = self._new_client().connection_pool.connection_kwargs
         except ValueError:
             # redis-py's message may quote the URL, which may contain a password
             raise ConfigurationError(
                 "The URL of RedisStreams is invalid: use redis://host:port/database."
             ) from None
-        if self._client.connection_pool.connection_kwargs.get("decode_responses"):
+        if known.get("decode_responses"):
             raise ConfigurationError(
                 "RedisStreams does not take decode_responses: payloads stay bytes."
             )
-        self._block_max_s = math.inf if timeout_s is None else timeout_s / 2
-        database = self._client.connection_pool.connection_kwargs.get("db") or 0
-        self._weak_scope = f"redis:{incarnation}:{database}"
-        for command in ("XREADGROUP", "XAUTOCLAIM", "XCLAIM"):
-            # redis-py would fold repeated fields into a dict, and supports JUSTID only in its own method
-            self._client.set_response_callback(command, _as_it_came)
-        self._group, self._streams = group or "", tuple[str, ...]()
-        self._consumer = ""
-        self._payload = payload.encode()
-        self._claim_idle_s = claim_idle.total_seconds()
-        self._start = start
-        self._in_flight: InFlight | None = None
-        self._ready = self._was_ready = self._broken = False
-        self._claim_at = 0.0
-        self._buffer: deque[Delivery] = deque()
-        self._held: set[Tag] = set()  # ours: buffered or handed out
-        #: Entries that were trimmed or deleted before they could be processed.
-        self.lost_upstream = 0
-
-    @property
-    def name(self) -> str:
-        return f"redis:{self._group}" if self._group else self.publisher().name
+        self._group, self._claim_idle_s = group, claim_idle.total_seconds()
+        self.name = f"redis:{group}" if group else self.publisher().name
+        self.tend_every_s = self._claim_idle_s / 3
+        # another consumer takes over what nobody tends
+        self.redelivery_s = self._claim_idle_s
+        timeout_s: float | None = options["socket_timeout"]
+        self._consumed = partial(
+            RedisConsumer, self, self._new_client,
+            payload=payload.encode(), claim_idle_s=self._claim_idle_s, start=start,
+            weak_scope=f"redis:{incarnation}:{known.get('db') or 0}",
+            block_max_s=math.inf if timeout_s is None else timeout_s / 2,
+        )  # fmt: skip
 
     def publisher(self) -> RedisPublisher:
         return self._published()
 
-    @property
-    def tend_every_s(self) -> float | None:
-        return self._claim_idle_s / 3
-
-    @property
-    def redelivery_s(self) -> float | None:
-        """Seconds after which another consumer takes over what nobody tends."""
-        return self._claim_idle_s
-
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+    def consumer(self, topics: Sequence[str], context: Context) -> RedisConsumer:
         if not self._group:
             raise ConfigurationError("RedisStreams needs the name of a consumer group: group=.")
         if "*" in topics or not topics:
             raise ConfigurationError(
                 "RedisStreams reads streams by name: list them in app.consume(source, topics=[…])."
             )
-        self._streams = tuple(topics)
-        # two processes with the same name would read each other's pending entries
-        self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._in_flight = in_flight
-        self._ready = self._was_ready = self._broken = False
-        self._buffer.clear()
-        self._held.clear()
-        with later_if_away(self.name), self._translated():
-            self._prepare()
+        return self._consumed(self._group, topics, context)
 
     def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
         """Ask for the oldest entry of each stream, where a group that is recreated starts."""
@@ -213,6 +185,54 @@ class RedisStreams(Source):
             raise BrokerUnavailable(f"Redis does not describe its streams: {error}") from error
         finally:
             client.close()
+
+
+class RedisConsumer(Consumer):
+    """One consumer of a group, on connections of its own. See `RedisStreams`.
+
+    Args:
+        weak_scope: the prefix of weak ids.
+        block_max_s: how long a read may wait.
+    """
+
+    def __init__(
+        self,
+        source: RedisStreams,
+        make_client: Callable[[], Any],
+        group: str,
+        streams: Sequence[str],
+        context: Context,
+        *,
+        payload: bytes,
+        claim_idle_s: float,
+        start: str,
+        weak_scope: str,
+        block_max_s: float,
+    ) -> None:
+        super().__init__(source)
+        self._client = make_client()
+        for command in ("XREADGROUP", "XAUTOCLAIM", "XCLAIM"):
+            # redis-py would fold repeated fields into a dict, and supports JUSTID only in its own method
+            self._client.set_response_callback(command, _as_it_came)
+        self._group, self._streams = group, tuple(streams)
+        # two consumers with the same name would read each other's pending entries
+        self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._report = context.report
+        self._payload, self._weak_scope = payload, weak_scope
+        self._claim_idle_s, self._block_max_s = claim_idle_s, block_max_s
+        self._start = start
+        self._ready = self._was_ready = self._broken = False
+        self._claim_at = 0.0
+        self._buffer: deque[Delivery] = deque()
+        self._held: set[Tag] = set()  # ours: buffered or handed out
+        #: Entries that were trimmed or deleted before they could be processed.
+        self.lost_upstream = 0
+        try:
+            with later_if_away(self.name), self._translated():
+                self._prepare()
+        except BaseException:
+            self._client.close()
+            raise
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         with self._translated():
@@ -248,9 +268,6 @@ class RedisStreams(Source):
                     if not self._broken:
                         self._leave()
         finally:
-            self._buffer.clear()
-            self._held.clear()
-            self._ready = False
             self._client.close()
 
     # -- reading ------------------------------------------------------------------------------
@@ -382,10 +399,9 @@ class RedisStreams(Source):
             f"{self._group} could process them (first {entry_ids[0].decode()}): raise the stream's MAXLEN."
         )
         _log.warning("%s", reason)
-        if self._in_flight is not None:
-            self._in_flight.report(
-                MessagesLost(source=self.name, topic=stream, count=len(entry_ids), reason=reason)
-            )
+        self._report(
+            MessagesLost(source=self.name, topic=stream, count=len(entry_ids), reason=reason)
+        )
 
     # -- what is pending ----------------------------------------------------------------------
 

@@ -22,10 +22,10 @@ from typing import Any, cast
 from txbox.boundaries import log as _log
 from txbox.brokers.base import (
     Batch,
+    Consumer,
+    Context,
     Delivery,
     Facts,
-    InFlight,
-    Progress,
     Source,
     later_if_away,
     parts,
@@ -88,7 +88,7 @@ class _CallError(Exception):
         )
 
 
-def _new_client(given: Mapping[str, Any], within_s: float) -> Any:
+def _new_client(wanted: Mapping[str, Any], within_s: float) -> Any:
     """Create a boto3 client from the options of SQS(…), with this read timeout in seconds.
 
     Raises:
@@ -98,7 +98,7 @@ def _new_client(given: Mapping[str, Any], within_s: float) -> Any:
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
-    options = dict(given)
+    options = dict(wanted)
     config = Config(
         connect_timeout=min(3.0, within_s),
         read_timeout=within_s,
@@ -217,56 +217,114 @@ class SQS(Source):
             )
         if importlib.util.find_spec("boto3") is None:
             raise ConfigurationError("SQS needs boto3: run pip install 'txbox[sqs]'.")
-        # by topic, what the last `open` asked for
-        self._wanted: dict[str, str] = {}
         self._visible_s = None if visibility is None else math.ceil(visibility.total_seconds())
-        self._wait_s = math.ceil(wait.total_seconds())
-        self._deduplication_ids = deduplication_ids
-        self._given, self._options = client, options
-        self._client: Any = None
-        self._queues: deque[Queue] = deque()
-        self._receipts: dict[tuple[str, str], Receipt] = {}
-
-    @property
-    def name(self) -> str:
-        return "sqs:" + ",".join(sorted(self._named or "*"))
-
-    @property
-    def topics(self) -> Sequence[str] | None:
-        return tuple(self._named) or None
-
-    @property
-    def redelivery_s(self) -> float | None:
-        """Seconds after which a message comes again unless extended; None before `open`."""
-        return min((float(queue.visible_s) for queue in self._queues), default=None)
-
-    @property
-    def tend_every_s(self) -> float | None:
-        visible_s = self.redelivery_s
-        return None if visible_s is None else visible_s / 3
+        self._users, self._options = client, options
+        self.name = "sqs:" + ",".join(sorted(self._named or "*"))
+        self.topics = tuple(self._named) or None
+        if self._visible_s is not None:
+            self.redelivery_s, self.tend_every_s = float(self._visible_s), self._visible_s / 3
+        self._consumed = partial(
+            SQSConsumer, self, client, options,
+            visible_s=self._visible_s, wait_s=math.ceil(wait.total_seconds()), deduplication_ids=deduplication_ids,
+        )  # fmt: skip
 
     def publisher(self) -> SQSPublisher:
-        return SQSPublisher(self._given, self._options, self._named)
+        return SQSPublisher(self._users, self._options, self._named)
 
     def keeps_order(self, topic: str) -> bool:
         """In a FIFO queue, the next messages of a group wait for those in flight."""
         return topic.endswith(".fifo")
 
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+    def consumer(self, topics: Sequence[str], context: Context) -> SQSConsumer:
         if not self._named and (not topics or "*" in topics):
             raise ConfigurationError(
                 "SQS cannot consume all queues: name them, as in SQS('orders'), or name handlers' topics."
             )
         named = self._named or {_topic(topic): topic for topic in topics}
-        self._wanted = {
-            topic: queue
-            for topic, queue in named.items()
-            if not topics or "*" in topics or topic in topics
-        }
-        self._receipts = {}
-        self._client = self._given or _new_client(self._options, self._wait_s + 10)
-        with later_if_away(self.name):
-            self._find_queues()
+        return self._consumed(
+            {
+                topic: queue
+                for topic, queue in named.items()
+                if not topics or "*" in topics or topic in topics
+            }
+        )
+
+    def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
+        """Ask for the attributes of queues; it takes the right to GetQueueAttributes."""
+        client = self._users or _new_client(self._options, _ASK_S)
+        try:
+            return [self._facts(client, topic, self._named.get(topic, topic)) for topic in topics]
+        finally:
+            if self._users is None:
+                client.close()
+
+    def _facts(self, client: Any, topic: str, queue: str) -> Facts:
+        try:
+            known = _attributes_of(client, _url_of(client, queue))
+        except _CallError as error:
+            if error.code in _GONE:
+                return Facts(topic=topic, found=False)
+            raise BrokerUnavailable(
+                f"SQS does not describe queue {queue!r} ({error.code})."
+            ) from error
+        kept = known.get("MessageRetentionPeriod")
+        kept_s = None if kept is None else float(kept)
+        visible_s = self._visible_s or int(known["VisibilityTimeout"])
+        most = json.loads(known.get("RedrivePolicy", "{}")).get("maxReceiveCount")
+        said = f"MessageRetentionPeriod={kept}"
+        return Facts(
+            topic=topic,
+            # a message whose deletion failed can come again until then
+            replay_s=kept_s,
+            kept_s=kept_s,
+            redelivery_s=float(visible_s),
+            deliveries_max=None if most is None else int(most),
+            said={
+                "replay_s": said,
+                "kept_s": said,
+                "redelivery_s": "visibility="
+                if self._visible_s
+                else f"VisibilityTimeout={visible_s}",
+                "deliveries_max": f"maxReceiveCount={most}",
+            },
+            unknown=()
+            if kept is not None
+            else ("the server does not report MessageRetentionPeriod.",),
+        )
+
+
+class SQSConsumer(Consumer):
+    """Receives from the queues of an SQS. See there.
+
+    Args:
+        client: the user's, which stays open; or None, and options for one.
+        queues: topic → name or URL.
+    """
+
+    def __init__(
+        self,
+        source: SQS,
+        client: Any,
+        options: Mapping[str, Any],
+        queues: Mapping[str, str],
+        *,
+        visible_s: int | None,
+        wait_s: int,
+        deduplication_ids: bool,
+    ) -> None:
+        super().__init__(source)
+        self._users, self._wanted = client, queues
+        self._visible_s, self._wait_s = visible_s, wait_s
+        self._deduplication_ids = deduplication_ids
+        self._queues: deque[Queue] = deque()
+        self._receipts: dict[tuple[str, str], Receipt] = {}
+        self._client = client or _new_client(options, wait_s + 10)
+        try:
+            with later_if_away(self.name):
+                self._find_queues()
+        except BaseException:
+            self._close_client()
+            raise
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         self._find_queues()
@@ -313,66 +371,24 @@ class SQS(Source):
 
     def close(self) -> None:
         """Make what was not settled visible again, for whoever receives next."""
-        receipts = [receipt for receipt in self._receipts.values() if not receipt.gone]
-        self._receipts = {}
-        client, self._client = self._client, None
-        if client is None:
-            return
         try:
-            _each_queue(receipts, Queue.release)
+            _each_queue(
+                (receipt for receipt in self._receipts.values() if not receipt.gone), Queue.release
+            )
         finally:
-            self._queues.clear()
-            if self._given is None:
-                client.close()
+            self._close_client()
 
-    def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
-        """Ask for the attributes of queues; it takes the right to GetQueueAttributes."""
-        client = self._given or _new_client(self._options, _ASK_S)
-        try:
-            return [self._facts(client, topic, self._named.get(topic, topic)) for topic in topics]
-        finally:
-            if self._given is None:
-                client.close()
-
-    def _facts(self, client: Any, topic: str, queue: str) -> Facts:
-        try:
-            known = _attributes_of(client, _url_of(client, queue))
-        except _CallError as error:
-            if error.code in _GONE:
-                return Facts(topic=topic, found=False)
-            raise BrokerUnavailable(
-                f"SQS does not describe queue {queue!r} ({error.code})."
-            ) from error
-        kept = known.get("MessageRetentionPeriod")
-        kept_s = None if kept is None else float(kept)
-        visible_s = self._visible_s or int(known["VisibilityTimeout"])
-        most = json.loads(known.get("RedrivePolicy", "{}")).get("maxReceiveCount")
-        said = f"MessageRetentionPeriod={kept}"
-        return Facts(
-            topic=topic,
-            # a message whose deletion failed can come again until then
-            replay_s=kept_s,
-            kept_s=kept_s,
-            redelivery_s=float(visible_s),
-            deliveries_max=None if most is None else int(most),
-            said={
-                "replay_s": said,
-                "kept_s": said,
-                "redelivery_s": "visibility="
-                if self._visible_s
-                else f"VisibilityTimeout={visible_s}",
-                "deliveries_max": f"maxReceiveCount={most}",
-            },
-            unknown=()
-            if kept is not None
-            else ("the server does not report MessageRetentionPeriod.",),
-        )
+    def _close_client(self) -> None:
+        if self._users is None:
+            self._client.close()
 
     # -- queues and their messages ------------------------------------------------------------
 
     def _find_queues(self) -> None:
         if not self._queues:
             self._queues = deque([self._look_up(*wanted) for wanted in self._wanted.items()])
+            visible_s = min(queue.visible_s for queue in self._queues)
+            self.redelivery_s, self.tend_every_s = float(visible_s), visible_s / 3
 
     def _look_up(self, topic: str, queue: str) -> Queue:
         """Look up a queue by its name or URL.
@@ -644,8 +660,8 @@ class SQSPublisher:
 
     event_prefix = SQS_TRANSPORT.prefix
 
-    def __init__(self, given: Any, options: Mapping[str, Any], urls: Mapping[str, str]) -> None:
-        self._given, self._options, self._urls = given, options, urls
+    def __init__(self, client: Any, options: Mapping[str, Any], urls: Mapping[str, str]) -> None:
+        self._users, self._options, self._urls = client, options, urls
         self._client: Any = None
         self._queues: dict[str, _TargetQueue] = {}
         self.name = f"sqs:{options.get('region_name') or options.get('endpoint_url') or 'publish'}"
@@ -675,14 +691,14 @@ class SQSPublisher:
     def close(self) -> None:
         client, self._client = self._client, None
         self._queues = {}
-        if client is not None and self._given is None:
+        if client is not None and self._users is None:
             client.close()
 
     # -- queues -------------------------------------------------------------------------------
 
     def _connect(self, within_s: float) -> None:
         if self._client is None:
-            self._client = self._given or _new_client(self._options, within_s)
+            self._client = self._users or _new_client(self._options, within_s)
 
     def _find(self, batch: Batch, topic: str) -> None:
         if topic in self._queues:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from txbox.app import App
 from txbox.boundaries import Boundary
 from txbox.boundaries import log as _log
-from txbox.brokers.base import Single
 from txbox.cli import add_command
 from txbox.cli.options import add_grace, add_options, opened
 from txbox.cli.output import print_json, print_line, print_table
@@ -190,7 +189,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.processes > 1:
         for consumption in app.consumptions:
             source = consumption.source
-            if isinstance(source, Single) and source.one_process is not None:
+            if source.one_process is not None:
                 raise ConfigurationError(
                     f"{source.name} cannot be read by {args.processes} processes: {source.one_process}. Leave it out, "
                     "or start single processes, each with a name of its own."

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
-from txbox.brokers.base import Source
+from txbox.brokers.base import Consumer, Source
 from txbox.brokers.file import File
 from txbox.brokers.local import Local
 from txbox.errors import ConfigurationError
@@ -79,7 +79,7 @@ def time_outs(app: Configured) -> Iterator[Conflict]:
             )
 
 
-def redelivery(app: Configured, source: Source) -> Iterator[Conflict]:
+def redelivery(app: Configured, source: Source | Consumer) -> Iterator[Conflict]:
     """The broker must wait longer than a run may last, or than the worker lets it wait."""
     redelivery_s, tend_every_s = source.redelivery_s, source.tend_every_s
     if redelivery_s is None:
@@ -157,7 +157,8 @@ def names_of(sources: Sequence[tuple[Source, Sequence[str]]]) -> list[str]:
     """Return a name for each source, which no other has: its own, followed by its topics where two share that.
 
     Raises:
-        ConfigurationError: two sources read one file under one name, so that one would wait for the other.
+        ConfigurationError: two sources are one that only one may consume: a file, of which one would wait for the
+            other, or a member of a group, which they would take from each other.
     """
     shared = Counter(source.name for source, _ in sources)
     names: list[str] = []
@@ -167,6 +168,10 @@ def names_of(sources: Sequence[tuple[Source, Sequence[str]]]) -> list[str]:
             raise ConfigurationError(
                 f"Two sources are {name}, and one of them would wait for the other for ever: remove one, or give it "
                 "another name=."
+            )
+        if shared[name] > 1 and source.one_process is not None:
+            raise ConfigurationError(
+                f"Two sources are {name}, but {source.one_process}: name all topics in one app.consume(…)."
             )
         if shared[name] > 1:
             name = f"{name} ({', '.join(topics)})"

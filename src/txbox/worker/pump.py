@@ -13,7 +13,7 @@ from typing import Any
 from txbox import session
 from txbox.boundaries import Boundary, ends_worker
 from txbox.boundaries import log as _log
-from txbox.brokers.base import Anchor, Delivery, Source
+from txbox.brokers.base import Anchor, Consumer, Delivery, Source
 from txbox.errors import (
     BrokerError,
     BrokerUnavailable,
@@ -76,6 +76,9 @@ class Pump:
     the bound is reached, so a database that is away stops the source.
     """
 
+    #: What is open of the source, once `opened`.
+    consumer: Consumer
+
     def __init__(
         self,
         run: Run,
@@ -86,10 +89,11 @@ class Pump:
         topics: Sequence[str],
     ) -> None:
         app = run.app
-        self.source = source
+        self._source = source
         self.name = name
         self._worked = run.worked
-        self._run_of = run
+        #: See `Context`.
+        self.progress = StoredProgress(run, source.name)
         self._app = app
         self._driver = run.driver
         self._lanes = lanes
@@ -140,8 +144,12 @@ class Pump:
 
     def _open(self) -> None:
         try:
-            progress = StoredProgress(self._run_of, self.source.name)
-            self.source.open(self._topics, progress, self)
+            self.consumer = self._source.consumer(self._topics, self)
+        except BaseException as error:  # noqa: BLE001  # reported: the worker decides what happens
+            self._lead.end()
+            self._ended(error)
+            return
+        try:
             self._opened.set()
             self._go.wait()
             self._thread(self._run)
@@ -176,7 +184,7 @@ class Pump:
         """Close the source and report; never raises."""
         self._round_at = None
         try:
-            self.source.close()
+            self.consumer.close()
         except (StoreError, BrokerError) as failed:
             # unsaved progress only means duplicates
             _log.warning("The source %s did not close cleanly: %s", self.name, failed)
@@ -244,7 +252,7 @@ class Pump:
                 # it keeps its deliveries: released, they would go round workers that are configured alike
                 self._wait(_WAIT_S, for_settled=False)
                 continue
-            if self._finish or (self.source.exhausted and not self._in_flight):
+            if self._finish or (self.consumer.exhausted and not self._in_flight):
                 self._settle()
                 return None
             if self._stop() or self._full() or self.all_paused:
@@ -276,7 +284,7 @@ class Pump:
         """Wait until a lane settles or this is to finish, and no longer than deliveries may go untended."""
         with self._lock:
             if not self._finish and not (for_settled and self._settled):
-                self._changed.wait(min(wait_s, self.source.tend_every_s or wait_s))
+                self._changed.wait(min(wait_s, self.consumer.tend_every_s or wait_s))
 
     def _receive(self) -> Lane | None:
         """Receive and hand out; waits for the source only if nothing is in flight. Returns a lane to run, if any.
@@ -286,7 +294,7 @@ class Pump:
         """
         in_flight, room = bool(self._in_flight), self._room()
         try:
-            received = self.source.receive(room, 0.0 if in_flight else _WAIT_S)
+            received = self.consumer.receive(room, 0.0 if in_flight else _WAIT_S)
         except (BrokerUnavailable, ConfigurationError, StoreError) as error:
             self._pause(error)
             return None
@@ -433,7 +441,7 @@ class Pump:
             deliveries, self._settled = self._settled, []
         session.at("before:ack")
         try:
-            self.source.settle(deliveries)
+            self.consumer.settle(deliveries)
         except Exception as error:  # noqa: BLE001  # raised again if it ends the worker
             self._raise_if_final(error)
             failed = error.failed if isinstance(error, BrokerError) else None
@@ -450,7 +458,7 @@ class Pump:
         self._bytes -= sum(map(self._in_flight.pop, deliveries))
 
     def settled(self, among: Callable[[Delivery], bool], within_s: float) -> Sequence[Delivery]:
-        """Called by the source, in the pump's own thread, when it is about to lose deliveries."""
+        """See `Context`. Called in the pump's thread."""
         if self.refusal is not None:
             return []
         deadline = time.monotonic() + within_s
@@ -470,18 +478,18 @@ class Pump:
                 self._changed.wait(min(remaining_s, _WAIT_S))
 
     def report(self, event: Event) -> None:
-        """Called by the source."""
+        """See `Context`."""
         self._app.events.emit(event)
 
     # -- keeping deliveries alive -------------------------------------------------------------
 
     def _tend(self) -> None:
-        every_s = self.source.tend_every_s
+        every_s = self.consumer.tend_every_s
         if every_s is None or time.monotonic() < self._tend_at:
             return
         self._tend_at = time.monotonic() + every_s
         try:
-            self.source.tend(list(self._in_flight))
+            self.consumer.tend(list(self._in_flight))
         except Exception as error:  # noqa: BLE001  # raised again if it ends the worker
             self._raise_if_final(error)
             # it will be delivered again, as a duplicate

@@ -267,9 +267,9 @@ class Worker:
 
     def _consume(self, topics: Sequence[Sequence[str]]) -> None:
         """Start everything that works, and let the pumps go."""
-        for consumption in self._consumptions:
+        for pump in self._pumps:
             # some ask their broker what it is set to
-            _refuse(conflicts.redelivery(self._app, consumption.source))
+            _refuse(conflicts.redelivery(self._app, pump.consumer))
         tables = self._lanes.tables
         if self._runs_handlers:
             sources = tuple(pump.name for pump in self._pumps)

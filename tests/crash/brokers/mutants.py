@@ -9,24 +9,32 @@ from typing import Any
 
 from tests.crash.brokers.service import Job, Watched
 from txbox import App
-from txbox.brokers.base import Delivery
+from txbox.brokers.base import Context, Delivery
 from txbox.message import Headers
 
 
-class AckFirst:
-    """Acknowledges what it receives, then works."""
+class Wrong:
+    """A source in wrong hands."""
 
     def __init__(self, source: Watched) -> None:
         self._source = source
 
+    def consumer(self, topics: Sequence[str], context: Context) -> Any:
+        self._source.consumer(topics, context)
+        return self
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
+
+
+class AckFirst(Wrong):
+    """Acknowledges what it receives, then works."""
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         found = self._source.receive(messages_max, wait_s)
         if found:
             # Kafka commits now and then: here at once
-            self._source._source._commit_at = 0.0
+            self._source._consumer._commit_at = 0.0
             self._source.settle(found)
         return found
 
@@ -34,14 +42,8 @@ class AckFirst:
         return
 
 
-class NoIdentity:
+class NoIdentity(Wrong):
     """Gives every delivery an id of its own: nothing is ever a duplicate."""
-
-    def __init__(self, source: Watched) -> None:
-        self._source = source
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
         found = self._source.receive(messages_max, wait_s)

@@ -18,7 +18,7 @@ from tests.crash.brokers.feeds import FEEDS, Feed, Sent
 from tests.crash.service import execute
 from tests.support.databases import Raw
 from txbox import App, Batching, Lease, Limits, Message, RetryPolicy
-from txbox.brokers.base import Delivery, Source
+from txbox.brokers.base import Context, Delivery, Source
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Event, LeaseExpired, MessageFailed
 from txbox.session import at
 from txbox.worker import Worker
@@ -98,21 +98,27 @@ class Watched:
 
     def __init__(self, source: Source) -> None:
         self._source: Any = source
+        self._consumer: Any = None
         self.in_flight = 0
         self.changed_at = time.monotonic()
 
+    def consumer(self, topics: Sequence[str], context: Context) -> Any:
+        self._consumer = self._source.consumer(topics, context)
+        return self
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
+        # what is open knows more
+        return getattr(self._consumer if hasattr(self._consumer, name) else self._source, name)
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
-        found: Sequence[Delivery] = self._source.receive(messages_max, wait_s)
+        found: Sequence[Delivery] = self._consumer.receive(messages_max, wait_s)
         if found:
             self.in_flight += len(found)
             self.changed_at = time.monotonic()
         return found
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
-        self._source.settle(deliveries)
+        self._consumer.settle(deliveries)
         self.in_flight -= len(deliveries)
         self.changed_at = time.monotonic()
 

@@ -26,7 +26,7 @@ from tests.support.shop import opened as opened_shop
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import App, Lease, Limits, Message, Reject, Retry, events
-from txbox.brokers.base import Delivery, Source
+from txbox.brokers.base import Context, Delivery, Source
 from txbox.errors import BrokerError, UnusableMessage
 from txbox.identity import message_id
 from txbox.worker import Worker
@@ -43,25 +43,31 @@ class Watched:
 
     def __init__(self, source: Source) -> None:
         self._source = source
+        self._consumer: Any = None
         self.received: list[Delivery] = []
         self.settled: list[Delivery] = []
 
+    def consumer(self, topics: Sequence[str], context: Context) -> Any:
+        self._consumer = self._source.consumer(topics, context)
+        return self
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
+        # what is open knows more
+        return getattr(self._consumer if hasattr(self._consumer, name) else self._source, name)
 
     @property
     def idle(self) -> bool:
         return len(self.settled) == len(self.received)
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
-        found = self._source.receive(messages_max, wait_s)
+        found: Sequence[Delivery] = self._consumer.receive(messages_max, wait_s)
         assert len(found) <= messages_max
         self.received += found
         return found
 
     def settle(self, deliveries: Sequence[Delivery]) -> None:
         self.settled += deliveries
-        self._source.settle(deliveries)
+        self._consumer.settle(deliveries)
 
 
 def service(

@@ -29,6 +29,7 @@ from tests.support.warm import Warm
 from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.kafka.client import ASK_S
+from txbox.brokers.kafka.source import KafkaConsumer
 from txbox.errors import BrokerUnavailable
 from txbox.events import Event
 
@@ -121,6 +122,7 @@ class Nothing:
     """What is in flight, when no worker is there."""
 
     done: Sequence[Delivery] = ()
+    progress: Any = None
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -133,16 +135,15 @@ class Nothing:
 
 
 @contextmanager
-def opened(source: Kafka, topic: str) -> Iterator[Kafka]:
-    progress: Any = None
-    source.open([topic], progress, Nothing())
+def opened(source: Kafka, topic: str) -> Iterator[KafkaConsumer]:
+    consumer = source.consumer([topic], Nothing())
     try:
-        yield source
+        yield consumer
     finally:
-        source.close()
+        consumer.close()
 
 
-def take(source: Kafka, count: int) -> list[Delivery]:
+def take(source: KafkaConsumer, count: int) -> list[Delivery]:
     """Receive until so many have come."""
     found: list[Delivery] = []
 

@@ -29,7 +29,7 @@ from tests.support.servers import ROOT
 from tests.support.waiting import DEADLINE_S, eventually, room
 from tests.support.warm import Warm
 from txbox import Message
-from txbox.brokers.base import Publisher, Source
+from txbox.brokers.base import Consumer, Publisher
 from txbox.brokers.envelope import as_structured
 from txbox.errors import BrokerUnavailable, DestinationRefused, MessageRefused
 from txbox.identity import message_id
@@ -77,7 +77,7 @@ def confirmed(
     assert len(answers) == len(messages)
 
 
-def received(source: Source, wanted: int | set[str]) -> list[Message[Any]]:
+def received(source: Consumer, wanted: int | set[str]) -> list[Message[Any]]:
     """Receive and settle until so many ids have come, or these; copies stay in."""
     found: list[Message[Any]] = []
     ids: set[str] = set()

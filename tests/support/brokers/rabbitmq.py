@@ -23,6 +23,7 @@ from tests.support.waiting import eventually
 from txbox import App, Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.rabbitmq import RabbitMQ
+from txbox.brokers.rabbitmq.source import RabbitMQConsumer
 from txbox.errors import BrokerUnavailable
 
 HOSTILE = b"\xff\xfe\xfd\xfc\xfb\xfa\xf9"
@@ -119,17 +120,16 @@ def left(url: str, queue: str) -> int:
 
 
 @contextmanager
-def opened_source(url: str, *queues: str, **options: Any) -> Iterator[RabbitMQ]:
-    source = RabbitMQ(url, queues=queues, **options)
+def opened_source(url: str, *queues: str, **options: Any) -> Iterator[RabbitMQConsumer]:
     nothing: Any = None
-    source.open(queues, nothing, nothing)
+    consumer = RabbitMQ(url, queues=queues, **options).consumer(queues, nothing)
     try:
-        yield source
+        yield consumer
     finally:
-        source.close()
+        consumer.close()
 
 
-def received(source: RabbitMQ, count: int) -> list[Delivery]:
+def received(source: RabbitMQConsumer, count: int) -> list[Delivery]:
     found: list[Delivery] = []
 
     def enough() -> bool:

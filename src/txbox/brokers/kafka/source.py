@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import confluent_kafka as client
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from txbox.boundaries import log as _log
-from txbox.brokers.base import Anchored, Delivery, Facts, InFlight, Progress, Source
+from txbox.brokers.base import Anchored, Anchors, Consumer, Context, Delivery, Facts, Source
 from txbox.brokers.envelope import KAFKA, clock
 from txbox.brokers.kafka.client import (
     ALL_BROKERS_DOWN,
@@ -102,56 +103,25 @@ class Kafka(Source):
             )
         self._servers, self._options = bootstrap_servers, checked_options(options or {}, librdkafka)
         config = consumer_options(self._options)
-        self._on_error = config.pop("error_cb", None)
+        on_error = config.pop("error_cb", None)
         self._config = config | {"bootstrap.servers": bootstrap_servers, "group.id": group or ""}
-        self._group = group or ""
-        self._revoke_wait_s = revoke_wait.total_seconds()
-        max_poll_s = self.redelivery_s
-        if not 0 <= self._revoke_wait_s < max_poll_s:
+        self._group, self._anchored = group or "", anchored
+        self.name = f"kafka:{group or bootstrap_servers}"
+        max_poll_s = int(config.get("max.poll.interval.ms", _MAX_POLL_MS)) / 1000
+        # without a poll the group takes the partitions away, and `tend` polls
+        self.redelivery_s, self.tend_every_s = max_poll_s, min(_TEND_S, max_poll_s / 4)
+        revoke_wait_s = revoke_wait.total_seconds()
+        if not 0 <= revoke_wait_s < max_poll_s:
             raise ConfigurationError(
-                f"revoke_wait is {self._revoke_wait_s:g} s: it must be less than max.poll.interval.ms "
+                f"revoke_wait is {revoke_wait_s:g} s: it must be less than max.poll.interval.ms "
                 f"({max_poll_s:g} s), after which the group drops this member."
             )
-        self._anchored = anchored
-        self._topic_ids = TopicIds(self._config)
-        self._consumer: client.Consumer | None = None
-        self._in_flight: InFlight | None = None
-        self._partitions = Assignment(
-            self._group,
-            self._topic_ids,
-            earliest=str(self._config["auto.offset.reset"]) in _EARLIEST,
-        )
-        self._held: deque[tuple[client.Message, Record]] = deque()
-        self._trouble: KafkaError | None = None
-        self._refusal: KafkaError | None = None
-        self._away = False
-        # subscribed topics that do not exist; the client says so once for each
-        self._missing: set[str] = set()
-        self._missing_at = 0.0
-        self._client_log = ClientLog()
-        self._paused = False
-        self._closing = False
-        self._window = 0
-        self._polled_at = self._commit_at = 0.0
-
-    @property
-    def name(self) -> str:
-        return f"kafka:{self._group or self._servers}"
-
-    @property
-    def one_process(self) -> str | None:
-        """Why only one process may open it; None if any number may."""
-        member = self._config.get("group.instance.id")
-        return None if member is None else f"group.instance.id={member!r} names one member"
-
-    @property
-    def redelivery_s(self) -> float:
-        """Seconds without a poll after which the group takes the partitions away. `tend` polls."""
-        return int(self._config.get("max.poll.interval.ms", _MAX_POLL_MS)) / 1000
-
-    @property
-    def tend_every_s(self) -> float:
-        return min(_TEND_S, self.redelivery_s / 4)
+        if (member := config.get("group.instance.id")) is not None:
+            self.one_process = f"group.instance.id={member!r} names one member"
+        self._consumed = partial(
+            KafkaConsumer, self, self._config, on_error,
+            group=self._group, revoke_wait_s=revoke_wait_s,
+        )  # fmt: skip
 
     def publisher(self) -> KafkaPublisher:
         return KafkaPublisher(self._servers, self._options)
@@ -160,30 +130,72 @@ class Kafka(Source):
         """Ask for the retention of topics; it takes the right to DescribeConfigs."""
         return [_facts(topic, found) for topic, found in settings_of(self._config, topics).items()]
 
-    # -- the source ---------------------------------------------------------------------------
-
     def keeps_order(self, topic: str) -> bool:
         """A key maps to one partition, and a partition to one consumer of the group."""
         return True
 
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
+    def consumer(self, topics: Sequence[str], context: Context) -> KafkaConsumer:
         if not self._group:
             raise ConfigurationError(
                 'To consume, Kafka needs a group: Kafka("localhost:9092", group="shop").'
             )
-        self._in_flight = in_flight
+        anchors: Anchors | None = None
         if self._anchored:
-            if not isinstance(progress, Anchored):
+            if not isinstance(progress := context.progress, Anchored):
                 raise ConfigurationError(
                     "Kafka(anchored=True) needs a worker that keeps anchors: run it with txbox run."
                 )
-            self._partitions.anchoring = Anchoring(self._group, progress.anchors)
-        self._closing = self._paused = False
+            anchors = progress.anchors
+        return self._consumed(topics, context, anchors)
+
+
+class KafkaConsumer(Consumer):
+    """A member of a consumer group. See `Kafka`.
+
+    Args:
+        config: of the client.
+        on_error: the user's `error_cb`.
+        anchors: where offsets are kept in the database, if they are.
+    """
+
+    def __init__(
+        self,
+        source: Kafka,
+        config: Mapping[str, Any],
+        on_error: Callable[[KafkaError], object] | None,
+        topics: Sequence[str],
+        context: Context,
+        anchors: Anchors | None,
+        *,
+        group: str,
+        revoke_wait_s: float,
+    ) -> None:
+        super().__init__(source)
+        self._on_error = on_error
+        self._group, self._revoke_wait_s = group, revoke_wait_s
+        self._context = context
+        self._config = config
+        self._topic_ids = TopicIds(config)
+        self._partitions = Assignment(
+            group, self._topic_ids, earliest=str(config["auto.offset.reset"]) in _EARLIEST
+        )
+        if anchors is not None:
+            self._partitions.anchoring = Anchoring(group, anchors)
+        self._held: deque[tuple[client.Message, Record]] = deque()
+        self._trouble: KafkaError | None = None
+        self._refusal: KafkaError | None = None
         # the first receive finds out whether a broker answers
         self._away = True
+        # subscribed topics that do not exist; the client says so once for each
+        self._missing: set[str] = set()
+        self._missing_at = 0.0
+        self._client_log = ClientLog()
+        self._paused = self._closing = False
+        self._window = 0
+        self._polled_at = self._commit_at = 0.0
         try:
             self._consumer = client.Consumer(
-                self._config | {"error_cb": self._on_client_error, "on_commit": self._on_commit},
+                {**config, "error_cb": self._on_client_error, "on_commit": self._on_commit},
                 logger=self._client_log,
             )
             self._consumer.subscribe(
@@ -193,13 +205,12 @@ class Kafka(Source):
                 on_lost=self._lost,
             )
         except (KafkaException, TypeError, ValueError) as error:
-            self._consumer = None
             raise ConfigurationError(
                 f"Kafka rejects its options ({text_of(error)}): correct those of Kafka(…)."
             ) from error
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
-        consumer = self._open_consumer()
+        consumer = self._consumer
         self._window = self._window or messages_max
         self._check_away()
         self._commit_if_due()
@@ -222,9 +233,9 @@ class Kafka(Source):
         return found
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
-        consumer = self._open_consumer()
+        consumer = self._consumer
         # first, because the rest raises while the database is away, and the group must not miss this member
-        if time.monotonic() - self._polled_at >= self.tend_every_s / 2:
+        if time.monotonic() - self._polled_at >= (self.tend_every_s or _TEND_S) / 2:
             self._poll_paused(consumer)
         self._commit_if_due()
         self._partitions.check()
@@ -234,26 +245,19 @@ class Kafka(Source):
         self._commit_if_due()
 
     def close(self) -> None:
-        consumer, self._consumer = self._consumer, None
-        if consumer is None:
-            return
+        consumer = self._consumer
         # nobody settles any more, so a revocation inside close() has nothing to wait for
         self._closing = True
         try:
             if not self._away:
                 self._commit(consumer, self._partitions.values(), wait=True)
         finally:
+            # a revocation inside close() has nothing to commit, either
             self._partitions.forget(self._partitions.values())
-            self._held.clear()
             consumer.close()
             self._topic_ids.close()
 
     # -- messages and errors ------------------------------------------------------------------
-
-    def _open_consumer(self) -> client.Consumer:
-        if self._consumer is None:
-            raise BrokerError("The Kafka source is not open: the worker opens it.")
-        return self._consumer
 
     def _take(self, raw: client.Message) -> None:
         error = raw.error()
@@ -294,7 +298,7 @@ class Kafka(Source):
             for each in self._partitions.values():
                 each.jumped = True
         partition.jumped = False
-        consumer = self._open_consumer()
+        consumer = self._consumer
         at = TopicPartition(partition.topic, partition.number)
         try:
             first = partition.last + 1
@@ -313,10 +317,9 @@ class Kafka(Source):
             f"[{partition.number}] before group {self._group} could process them: raise retention.ms or .bytes."
         )
         _log.warning("%s", reason)
-        if self._in_flight is not None:
-            self._in_flight.report(
-                MessagesLost(source=self.name, topic=partition.topic, count=lost, reason=reason)
-            )
+        self._context.report(
+            MessagesLost(source=self.name, topic=partition.topic, count=lost, reason=reason)
+        )
 
     def _handed_out(self, messages_max: int) -> list[Delivery]:
         found: list[Delivery] = []
@@ -356,7 +359,7 @@ class Kafka(Source):
         say so either: the client may have fetched them before.
         """
         if self._away:
-            self._poll_paused(self._open_consumer())
+            self._poll_paused(self._consumer)
             self._described("__consumer_offsets")
             self._away = False
 
@@ -369,7 +372,7 @@ class Kafka(Source):
         if not self._missing or not (alone or time.monotonic() >= self._missing_at):
             return
         if alone:
-            self._poll_paused(self._open_consumer())
+            self._poll_paused(self._consumer)
         for topic in sorted(self._missing):
             error = self._described(topic).error
             if error is None:
@@ -381,20 +384,19 @@ class Kafka(Source):
             )
             if alone:
                 raise BrokerUnavailable(reason)
-            if self._in_flight is not None:
-                self._in_flight.report(TopicMissing(source=self.name, topic=topic, reason=reason))
+            self._context.report(TopicMissing(source=self.name, topic=topic, reason=reason))
         self._missing_at = time.monotonic() + _MISSING_S
 
     def _described(self, topic: str) -> Any:
         try:
-            return self._open_consumer().list_topics(topic, timeout=_PROBE_S).topics[topic]
+            return self._consumer.list_topics(topic, timeout=_PROBE_S).topics[topic]
         except KafkaException as error:
             raise BrokerUnavailable(f"No Kafka broker answers ({text_of(error)}).") from error
 
     # -- pausing ------------------------------------------------------------------------------
 
     def _pause(self) -> None:
-        consumer = self._open_consumer()
+        consumer = self._consumer
         self._paused = True
         if assigned := consumer.assignment():
             consumer.pause(assigned)
@@ -410,7 +412,7 @@ class Kafka(Source):
 
     def _resume(self) -> None:
         if self._paused:
-            consumer = self._open_consumer()
+            consumer = self._consumer
             if assigned := consumer.assignment():
                 consumer.resume(assigned)
             self._paused = False
@@ -420,7 +422,7 @@ class Kafka(Source):
     def _commit_if_due(self) -> None:
         self._raise_refusal()
         if not self._away and time.monotonic() >= self._commit_at:
-            self._commit(self._open_consumer(), self._partitions.values())
+            self._commit(self._consumer, self._partitions.values())
 
     def _commit(
         self, consumer: client.Consumer, among: Iterable[Partition], *, wait: bool = False
@@ -502,9 +504,9 @@ class Kafka(Source):
         self._tell("revoked", partitions)
         leaving = self._partitions.known(partitions)
         gone = {id(partition) for partition in leaving}
-        if self._in_flight is not None and not self._closing:
+        if not self._closing:
             _settle(
-                self._in_flight.settled(
+                self._context.settled(
                     lambda delivery: id(delivery.tag.partition) in gone, self._revoke_wait_s
                 )
             )

@@ -7,10 +7,11 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from functools import partial
 from http.client import HTTPException
 from typing import Any, cast
 from urllib.error import HTTPError
@@ -30,9 +31,9 @@ from aiormq.exceptions import (
 from pamqp import commands
 from yarl import URL
 
-from txbox.brokers.base import Delivery, Facts, InFlight, Progress, refuse, taken
+from txbox.brokers.base import Context, Delivery, Facts, Source, refuse, taken
 from txbox.brokers.envelope import RABBITMQ
-from txbox.brokers.loop import LoopSource, error_text
+from txbox.brokers.loop import LoopConsumer, error_text, run_once
 from txbox.brokers.rabbitmq.client import HEARTBEAT_S, TROUBLE, Connection, close_quietly
 from txbox.brokers.rabbitmq.publisher import RabbitMQPublisher
 from txbox.errors import BrokerUnavailable, ConfigurationError
@@ -62,7 +63,7 @@ _MISTAKES = (
 _SHOWN_PROPERTIES = ("correlation_id", "reply_to", "app_id", "user_id", "content_encoding")
 
 
-class RabbitMQ(LoopSource["Link"]):
+class RabbitMQ(Source):
     """Consumes RabbitMQ queues, classic or quorum. A topic is the name of a queue.
 
     Args:
@@ -90,8 +91,6 @@ class RabbitMQ(LoopSource["Link"]):
     was unacknowledged comes again and is a duplicate.
     """
 
-    trouble = TROUBLE
-
     def __init__(
         self,
         url: str,
@@ -107,38 +106,28 @@ class RabbitMQ(LoopSource["Link"]):
         **options: Any,
     ) -> None:
         self._url = _checked_url(url)
-        self._given = None if queues is None else _checked_queues(queues)
+        self.topics = None if queues is None else _checked_queues(queues)
         if not 1 <= prefetch <= _PREFETCH_MAX:
             raise ConfigurationError(
                 f"prefetch is {prefetch}: it must be 1 to {_PREFETCH_MAX}; 0 would mean unlimited."
             )
         _check_options(options)
-        self._prefetch = prefetch
-        self._consumer_timeout = consumer_timeout
-        self._arguments = dict(arguments or {})
-        self._check_s = check.total_seconds()
-        self._single_active_consumer = single_active_consumer
-        self._exchange = exchange
         if not (management or "http://").startswith(("http://", "https://")):
             raise ConfigurationError(
                 "management= of RabbitMQ must be an address such as http://user:password@host:15672."
             )
+        self._single_active_consumer = single_active_consumer
+        self._exchange = exchange
         self._management = management
         self._options = options
-        self._queues: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return f"rabbitmq:{self._where}:{','.join(self._given or ('*',))}"
-
-    @property
-    def topics(self) -> Sequence[str] | None:
-        return self._given
-
-    @property
-    def redelivery_s(self) -> float | None:
-        """Seconds after which the server takes an unacknowledged delivery back."""
-        return None if self._consumer_timeout is None else self._consumer_timeout.total_seconds()
+        self._where = f"{self._url.host}:{self._url.port or 5672}{self._url.path or '/'}"
+        self.name = f"rabbitmq:{self._where}:{','.join(self.topics or ('*',))}"
+        # the server takes an unacknowledged delivery back
+        self.redelivery_s = None if consumer_timeout is None else consumer_timeout.total_seconds()
+        self._consumed = partial(
+            RabbitMQConsumer, self, partial(Connection, self._url, **options),
+            where=self._where, prefetch=prefetch, arguments=dict(arguments or {}), check_s=check.total_seconds(),
+        )  # fmt: skip
 
     def keeps_order(self, topic: str) -> bool:
         """Consumers of a queue take turns, message by message, unless only one is active at a time."""
@@ -149,21 +138,72 @@ class RabbitMQ(LoopSource["Link"]):
             self._url, self._options, exchange=self._exchange, where=self._where
         )
 
-    @property
-    def _where(self) -> str:
-        return f"{self._url.host}:{self._url.port or 5672}{self._url.path or '/'}"
-
-    def open(self, topics: Sequence[str], progress: Progress, in_flight: InFlight) -> None:
-        if self._given is None and "*" in topics:
+    def consumer(self, topics: Sequence[str], context: Context) -> RabbitMQConsumer:
+        if self.topics is None and "*" in topics:
             raise ConfigurationError(
                 f"{self.name} cannot list the server's queues: pass queues= to RabbitMQ(…)."
             )
         every = not topics or "*" in topics
-        self._queues = (self._given or ()) if every else _checked_queues(topics)
+        return self._consumed((self.topics or ()) if every else _checked_queues(topics))
+
+    def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
+        """Ask for the settings of queues; without `management=`, only whether they exist."""
+        queues = (self.topics or ()) if "*" in topics else topics
+        if self._management is not None:
+            return queue_facts(self._management, self._url, queues)
+        existing = run_once(self.name, self._existing(queues), TROUBLE)
+        return [
+            Facts(
+                topic=queue,
+                found=queue in existing,
+                unknown=(_AMQP_CANNOT_TELL,) if queue in existing else (),
+            )
+            for queue in queues
+        ]
+
+    async def _existing(self, queues: Iterable[str]) -> set[str]:
+        connection = Connection(self._url, **self._options)
+        existing: set[str] = set()
+        try:
+            await connection.connect()
+            for queue in queues:
+                # a missing queue closes the channel
+                channel = await connection.opened_channel(publisher_confirms=False)
+                with suppress(ChannelNotFoundEntity):
+                    await (await channel.get_underlay_channel()).queue_declare(queue, passive=True)
+                    existing.add(queue)
+        finally:
+            await close_quietly(connection)
+        return existing
+
+
+class RabbitMQConsumer(LoopConsumer["Link"]):
+    """Consumes queues, on a connection that it makes again when it is lost. See `RabbitMQ`."""
+
+    trouble = TROUBLE
+
+    def __init__(
+        self,
+        source: RabbitMQ,
+        make_connection: Callable[[], Connection],
+        queues: Sequence[str],
+        *,
+        where: str,
+        prefetch: int,
+        arguments: Mapping[str, Any],
+        check_s: float,
+    ) -> None:
+        super().__init__(source)
+        self._make_connection = make_connection
+        self._queues = queues
+        self._where = where
+        self._prefetch = prefetch
+        self._arguments = arguments
+        self._check_s = check_s
         self._start()
 
     async def _connect(self) -> Link:
-        link = Link(Connection(self._url, **self._options))
+        link = Link(self._make_connection())
         try:
             await link.consume(self._queues, self._prefetch, self._arguments)
         except BaseException as error:
@@ -195,36 +235,6 @@ class RabbitMQ(LoopSource["Link"]):
         except BrokerUnavailable as error:
             error.failed = len(tags)
             raise
-
-    def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
-        """Ask for the settings of queues; without `management=`, only whether they exist."""
-        queues = (self._given or ()) if "*" in topics else topics
-        if self._management is not None:
-            return queue_facts(self._management, self._url, queues)
-        existing = self._ask(self._existing(queues))
-        return [
-            Facts(
-                topic=queue,
-                found=queue in existing,
-                unknown=(_AMQP_CANNOT_TELL,) if queue in existing else (),
-            )
-            for queue in queues
-        ]
-
-    async def _existing(self, queues: Iterable[str]) -> set[str]:
-        connection = Connection(self._url, **self._options)
-        existing: set[str] = set()
-        try:
-            await connection.connect()
-            for queue in queues:
-                # a missing queue closes the channel
-                channel = await connection.opened_channel(publisher_confirms=False)
-                with suppress(ChannelNotFoundEntity):
-                    await (await channel.get_underlay_channel()).queue_declare(queue, passive=True)
-                    existing.add(queue)
-        finally:
-            await close_quietly(connection)
-        return existing
 
 
 class Link:

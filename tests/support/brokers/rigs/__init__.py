@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self
 
 from tests.support.waiting import eventually
-from txbox.brokers.base import Delivery, Source
+from txbox.brokers.base import Consumer, Delivery, Source
 from txbox.errors import BrokerUnavailable
 from txbox.events import Event
 from txbox.message import HeaderValue
@@ -150,6 +150,10 @@ class Alone:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
+    @property
+    def progress(self) -> Self:
+        return self
+
     def settled(self, among: object, within_s: float) -> list[Delivery]:  # nothing is in flight
         return []
 
@@ -170,18 +174,17 @@ class Alone:
 
 
 @contextmanager
-def opened(rig: Rig, **options: Any) -> Iterator[Source]:
-    """A source that the test drives itself; closed in the end, what it holds unacknowledged."""
+def opened(rig: Rig, **options: Any) -> Iterator[Consumer]:
+    """A consumer that the test drives itself; closed in the end, what it holds unacknowledged."""
     source: Source = rig.source(**options)
-    alone = Alone()
-    source.open([rig.topic], alone, alone)
+    consumer = source.consumer([rig.topic], Alone())
     try:
-        yield source
+        yield consumer
     finally:
-        source.close()
+        consumer.close()
 
 
-def take(source: Source, count: int) -> list[Delivery]:
+def take(source: Consumer, count: int) -> list[Delivery]:
     """Receive until that many have come."""
     found: list[Delivery] = []
 
