@@ -1,7 +1,7 @@
 """Deliberate defects of txbox, applied one at a time to a copy: what notices each, and after how long.
 
 `python -m tests.mutants --by tests,machine no-fence ack-first`. Without names all of them are tried, and by every way
-that can see them: the models, the state machine, the test that promises it, the crash sweep, and a minute of chaos.
+that can see them: the models, the state machine, the test that promises it, the crash sweep, and minutes of chaos.
 """
 
 from __future__ import annotations

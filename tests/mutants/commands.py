@@ -128,11 +128,11 @@ def sweep_of_broker(broker: str) -> Command:
     return pytest_of(test, only=f"[{broker}]", limit_s=400)
 
 
-def chaos(database: str, broker: str, seed: int = 20261128) -> Command:
-    """A minute in which everything goes wrong at once; then it has two minutes to come to rest."""
-    words = ("-m", "tests.chaos", "--minutes", "1", "--seed", str(seed), "--databases", database)
+def chaos(database: str, broker: str, *, minutes: int = 1, seed: int = 20261128) -> Command:
+    """Minutes in which everything goes wrong at once; then it has two to come to rest."""
+    words = f"-m tests.chaos --minutes {minutes} --seed {seed} --databases {database} --brokers {broker} --impatient"
     return Command(
-        (*words, "--brokers", broker, "--impatient"), 480.0, r"^ +WRONG ([^:\n]+)", r"^ +green\b"
+        tuple(words.split()), 420.0 + 60.0 * minutes, r"^ +WRONG ([^:\n]+)", r"^ +green\b"
     )
 
 

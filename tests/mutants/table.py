@@ -115,6 +115,8 @@ _NOT_ANCHORED = "offsets are not anchored there"
 _PG, _LITE = "postgresql", "sqlite"
 _CHAOS = chaos(_PG, "redis")
 _CHAOS_LITE = chaos(_LITE, "redis")
+# two must meet within the milliseconds between two statements
+_CHAOS_LONG = chaos(_PG, "redis", minutes=5)
 
 # -- what is acknowledged, and when -----------------------------------------------------------------
 
@@ -155,7 +157,7 @@ _ACKNOWLEDGED = (
             "worker/test_worker.py::test_an_id_that_another_transaction_holds_is_claimed_again", only=_PG
         ),
         sweep=_ONE_WORKER,
-        chaos=_CHAOS,
+        chaos=_CHAOS_LONG,
     ),
     Mutant(
         "ack-on-ambiguous-commit",
@@ -456,7 +458,7 @@ _TRANSACTION = (
         machine=machine(_LITE),
         tests=pytest_of("test_identity_payloads.py::test_payload_is_compared_with_the_row", only=_LITE),
         sweep=_ONE_TOPIC,
-        chaos=_CHAOS,
+        chaos=chaos(_PG, "webhook"),
     ),
     Mutant(
         "payload-not-compared-in-batches",
@@ -544,7 +546,7 @@ _FAILURES = (
             "processing/test_failure_recording.py::test_record_never_overwrites_a_processed_row", only=_LITE
         ),
         sweep=_ONE_WORKER,
-        chaos=_CHAOS,
+        chaos=_CHAOS_LONG,
     ),
     Mutant(
         "late-failure-over-a-retry",
@@ -941,7 +943,7 @@ _RELAY = (
         machine=_NO_OUTBOX,
         tests=pytest_of("worker/test_relay.py::test_a_failed_message_holds_up_its_own_key_only", only=_LITE),
         sweep=_NO_OUTBOX,
-        chaos=_CHAOS,
+        chaos=chaos(_LITE, "kafka", minutes=2),
     ),
     Mutant(
         "relay-new-id",
@@ -954,7 +956,7 @@ _RELAY = (
         machine=_NO_OUTBOX,
         tests=pytest_of("worker/test_relay.py::test_what_was_committed_leaves_once_under_its_id", only=_LITE),
         sweep=_NO_OUTBOX,
-        chaos=_CHAOS,
+        chaos=_CHAOS_LONG,
     ),
     Mutant(
         "relay-passes-a-failed-row",
