@@ -37,48 +37,60 @@ def _flags(node: ast.expr) -> int:
     return sum(getattr(re, part.attr) for part in ast.walk(node) if isinstance(part, ast.Attribute))
 
 
-def _used(name: str, trees: dict[Path, ast.Module]) -> frozenset[str]:
-    """The methods of a compiled pattern that are named anywhere; all if none is."""
-    found = {
-        node.attr
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == name
-        and node.attr in _METHODS
-    }
-    return frozenset(found or {"search", "fullmatch"})
+class File(NamedTuple):
+    """A module of the source, walked once: that takes longer than all else that is done at collection."""
+
+    path: Path
+    tree: ast.Module
+    calls: list[ast.Call]
+    names: dict[int, str]
+    methods: dict[str, set[str]]
+
+
+def _walked(path: Path) -> File:
+    """The calls of a module; the names of what it assigns; the methods that are named of a name."""
+    file = File(path, ast.parse(path.read_text()), [], {}, {})
+    for node in ast.walk(file.tree):
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                file.names.update(
+                    {id(value): name.id for name in targets if isinstance(name, ast.Name)}
+                )
+            case ast.Attribute(value=ast.Name(id=name), attr=method) if method in _METHODS:
+                file.methods.setdefault(name, set()).add(method)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="re"))):
+                file.calls.append(node)
+    return file
 
 
 def _patterns() -> Iterator[Pattern]:
-    trees = {path: ast.parse(path.read_text()) for path in sorted(_ROOT.rglob("*.py"))}
-    for path, tree in trees.items():
-        names = {
-            id(node.value): target.id
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
-        for node in ast.walk(tree):
+    files = [_walked(path) for path in sorted(_ROOT.rglob("*.py"))]
+    for file in files:
+        for node in file.calls:
             match node:
-                case ast.Call(
-                    func=ast.Attribute(value=ast.Name(id="re"), attr=method), args=[pattern, *rest]
-                ) if method in ("compile", *_METHODS):
+                case ast.Call(func=ast.Attribute(attr=method), args=[pattern, *rest]) if method in (
+                    "compile",
+                    *_METHODS,
+                ):
                     pass
                 case _:
                     continue
             if isinstance(pattern, ast.Name):
                 # a user's: Redaction.errors, which are bounded instead
-                assert (path.name, method) == ("policy.py", "compile"), f"{path}: not a literal"
+                assert (file.path.name, method) == ("policy.py", "compile"), (
+                    f"{file.path}: not a literal"
+                )
                 continue
-            flags = _flags(rest[0]) if method == "compile" and rest else 0
-            name = names.get(id(node), "")
-            methods = _used(name, {path: tree} if name.startswith("_") else trees)
-            where = f"{path.relative_to(_ROOT)}:{node.lineno}"
+            methods, flags = {method}, 0
+            if method == "compile":
+                flags = _flags(rest[0]) if rest else 0
+                name = file.names.get(id(node), "")
+                # of a compiled pattern those that are named anywhere; these two if none is
+                users = [file] if name.startswith("_") else files
+                methods = set[str]().union(*(user.methods.get(name, ()) for user in users))
+            where = f"{file.path.relative_to(_ROOT)}:{node.lineno}"
             yield Pattern(
-                where, _text(pattern, tree), flags, methods if method == "compile" else frozenset({method})
+                where, _text(pattern, file.tree), flags, frozenset(methods or {"search", "fullmatch"})
             )  # fmt: skip
 
 
