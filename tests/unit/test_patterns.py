@@ -18,9 +18,9 @@ import txbox
 
 _ROOT = Path(txbox.__file__).parent
 _METHODS = ("search", "match", "fullmatch", "sub", "subn", "split", "findall", "finditer")
-_LONG, _PAIRED = 200_000, 20_000
+_LONG, _PAIRED = 200_000, 10_000
 # far above what a linear pattern takes for _PAIRED characters, far below a quadratic one
-_LIMIT_S = 0.25
+_LIMIT_S = 0.08
 
 
 class Pattern(NamedTuple):
@@ -184,7 +184,8 @@ def _texts(pattern: Pattern) -> Iterator[str]:
     units = _units(pattern)
     for one, other in product(units, repeat=2):
         run = other * (_PAIRED // len(other))
-        yield (one + other) * (_PAIRED // len(one + other))
+        if one <= other:
+            yield (one + other) * (_PAIRED // len(one + other))
         yield f"{one}{run}\x00"
         yield f"{run}{one}"
     for one in units:
