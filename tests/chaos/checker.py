@@ -6,6 +6,7 @@ And the lists as a history for Elle, which says whether there is an order of the
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,6 +26,11 @@ from tests.support.databases import Raw
 
 #: A run names so many ids of each kind.
 _NAMED = 8
+#: What costs an attempt: what handlers do, poison at COMMIT, and a process that died. No fault does (promise 2.8).
+_ATTEMPT = re.compile(
+    r"(?:Reject|TransactionBroken|ValueError|LeaseExpired) |DatabaseError .*\(TXB02\)"
+    r"|StoreError .*(?:\((?:23503|25P02)\)|FOREIGN KEY)"
+)
 Key = tuple[str, str]
 
 
@@ -60,6 +66,8 @@ class _Tables:
     inbox: Mapping[Key, tuple[str, int, str]]
     quarantine: Collection[Key]
     history: Counter[Key]
+    #: The attempts that a fault has cost, and not the message.
+    outages: Mapping[Key, str]
     books: Counter[str]
     appended: Mapping[str, list[tuple[int, int]]]
     counters: Mapping[str, int]
@@ -85,6 +93,11 @@ def _read(raw: Raw) -> _Tables:
         },
         {_key(row) for row in raw.rows("SELECT consumer, message_id FROM txbox_quarantine")},
         Counter(_key(row) for row in raw.rows("SELECT consumer, message_id FROM txbox_attempt")),
+        {
+            _key(row): f"{row[2]} {text(row[3] or '')[:200]}"
+            for row in raw.rows("SELECT consumer, message_id, error_type, error FROM txbox_attempt")
+            if not _ATTEMPT.match(f"{text(row[2])} {text(row[3] or '')}")
+        },
         Counter(text(cause) for (cause,) in raw.rows("SELECT cause FROM books")),
         dict(appended),
         {text(name): number for name, number in raw.rows("SELECT name, n FROM counter")},
@@ -239,6 +252,8 @@ def _wrong_tables(
         kept = tables.history[consumer, message_id]
         if attempts > MAX_ATTEMPTS or kept < attempts:
             yield "I8 attempts", f"{consumer} {message_id}: {attempts}, {kept} kept"
+    for (consumer, message_id), error in tables.outages.items():
+        yield "I8 a fault cost an attempt", f"{consumer} {message_id}: {error}"
     yield from _wrong_balances(tables, seed)
     causes = {message_id for consumer, message_id in tables.ledger if consumer in CHAINED}
     yield from (("I6 lost", cause) for cause in causes - tables.books.keys())

@@ -91,6 +91,10 @@ def test_the_checker_has_nothing_to_say_of_a_good_run(bank_at_rest: Path, tmp_pa
     assert history.splitlines()[-1].count("[1]") > 1
 
 
+_OUTAGE = (
+    "INSERT INTO txbox_attempt (consumer, message_id, attempt, status, error_type) "
+    "VALUES ('inline', 'inline-ok-1', 1, 'failed', 'OperationalError')"
+)
 _FIRST = "(SELECT min(message_id) FROM ledger WHERE consumer = 'inline')"
 
 
@@ -106,6 +110,7 @@ _FIRST = "(SELECT min(message_id) FROM ledger WHERE consumer = 'inline')"
         ([f"INSERT INTO books SELECT * FROM books WHERE cause = {_FIRST}"], "I6 doubled"),
         (["UPDATE appended SET previous = 5"], "I7"),
         (["UPDATE txbox_inbox SET attempts = 99"], "I8"),
+        ([_OUTAGE], "I8 a fault cost an attempt"),
         (["INSERT INTO ledger VALUES ('inline', 'inline-ok-999', 0)"], "I11"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
