@@ -250,7 +250,7 @@ _ACKNOWLEDGED = (
             "brokers/test_kafka_recreated.py::test_it_is_read_by_whoever_comes_after_a_worker_that_did_not_notice"
         ),
         sweep=_NOT_MADE_AGAIN,
-        chaos=chaos(_PG, "kafka"),
+        chaos=chaos("mysql", "kafka", minutes=4),
     ),
     Mutant(
         "watermark-at-highest",
@@ -980,7 +980,7 @@ _RELAY = (
         machine=_NO_OUTBOX,
         tests=pytest_of("brokers/test_rabbitmq_publisher.py", only="takes_nothing"),
         sweep=_NO_OUTBOX,
-        chaos=chaos(_LITE, "rabbitmq"),
+        chaos=chaos(_LITE, "rabbitmq", minutes=4),
     ),
     Mutant(
         "stage-without-lock",
