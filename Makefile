@@ -48,8 +48,8 @@ test-brokers: dev ## Only the sources against real brokers: Kafka, RabbitMQ, SQS
 test-slow: dev ## What takes minutes, one by one: not part of `make test`
 	@$(PY) -m tests.support.servers run -- $(BIN)/pytest -m slow $(ARGS)
 
-test-clusters: dev ## Three nodes of Galera and of MySQL Group Replication: conflicts, a killed node, a lost quorum
-	@$(BIN)/pytest -v -m slow tests/scenarios/test_clusters.py $(ARGS)
+test-clusters: dev ## Nodes killed: of Galera, of MySQL Group Replication, and a PostgreSQL whose standby lacks the last commits
+	@$(BIN)/pytest -v -m slow tests/scenarios/test_clusters.py tests/scenarios/test_failover.py $(ARGS)
 
 test-matrix: dev ## Newer and older servers and Pythons, one by one, an hour in all; writes docs/versions.md
 	@$(PY) -m tests.release.matrix $(ARGS)

@@ -149,7 +149,8 @@ class _OnDisk(ServerProcess):
 class PostgresNode(_OnDisk, ThrowawayPostgres):
     """One of two: the first, or a copy of the other that follows it."""
 
-    follows: PostgresNode | None = None
+    #: The URL of the one that it follows.
+    follows: str | None = None
 
     def initialise(self) -> None:
         self._mount(self._data)
@@ -159,7 +160,7 @@ class PostgresNode(_OnDisk, ThrowawayPostgres):
         self.run(
             self._bin / "pg_basebackup",
             "--pgdata", self._data, "--write-recovery-conf", "--wal-method=stream", "--checkpoint=fast",
-            "--no-sync", f"--dbname={self.follows.url}",
+            "--no-sync", f"--dbname={self.follows}",
         )  # fmt: skip
 
     def command(self) -> Sequence[str | Path]:
@@ -168,8 +169,8 @@ class PostgresNode(_OnDisk, ThrowawayPostgres):
             "--wal_keep_size=64MB",
         ]  # fmt: skip
 
-    def follow(self, primary: PostgresNode) -> None:
-        """Become a copy of the other one, whatever is here."""
+    def follow(self, primary: str) -> None:
+        """Become a copy of the one at this URL, whatever is here."""
         self.stop(immediate=True)
         self.follows = primary
         for path in self._data.iterdir():
@@ -188,7 +189,7 @@ class PostgreSQL(Database):
         for node in (self.primary, self.standby):
             self.stack.callback(node.remove)
         self.primary.start()
-        self.standby.follows = self.primary
+        self.standby.follows = self.primary.url
         self.standby.start()
         with Raw(self.primary.url) as raw:
             raw.execute(f"CREATE DATABASE {_NAME}")
@@ -270,7 +271,7 @@ class PostgreSQL(Database):
             raw.execute("ALTER SYSTEM SET synchronous_standby_names = ''")
             raw.rows("SELECT pg_promote(true, 60), pg_reload_conf()")
         self.proxy.lead_to(self.primary.url)
-        self.standby.follow(self.primary)
+        self.standby.follow(self.primary.url)
         self.synchronous(on=True)
 
 
