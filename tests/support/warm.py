@@ -161,7 +161,10 @@ class Warm:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        if kind is not None:
+            # a test that has failed does not wait for what it could not end
+            self.kill()
         self._close()
         self.wait()
 
