@@ -865,7 +865,7 @@ SAYS = (
     "_unsettled(", "_retry_later(", "_not_leased(", "_raise_if_final(",
 )  # fmt: skip
 PARTS = (
-    "worker", "processing", "maintenance", "admin", "ui", "events.py", "effects.py", "outbox.py",
+    "worker", "processing", "maintenance", "admin", "ui", "events.py", "outbox",
 )  # fmt: skip
 
 

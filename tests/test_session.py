@@ -13,8 +13,8 @@ import aiosqlite
 import pytest
 
 from txbox import App, Inbox, Outbox, testing
-from txbox.effects import Effects
 from txbox.errors import StoreError, StoreUnavailable
+from txbox.outbox.effects import Effects
 from txbox.session import Connection, Result, Session, Statement, Statements, drive, drive_async
 
 ONE = (Statement("one", "SELECT 1", {}),)

@@ -37,7 +37,8 @@ from txbox.errors import (
     check_duration,
 )
 from txbox.message import Message
-from txbox.outbox import Outbox, Outgoing, Routes
+from txbox.outbox import Outbox, Outgoing
+from txbox.outbox.routes import Routes
 from txbox.session import Transaction
 from txbox.store import jobs
 from txbox.store.dialect import Dialect

@@ -27,7 +27,6 @@ from txbox.brokers.local import Local
 from txbox.brokers.webhook import Webhook
 from txbox.connections import open_database
 from txbox.connections.base import BLOCK, BLOCK_ENDS, Database, block_left
-from txbox.effects import Effects
 from txbox.errors import ConfigurationError, StoreError, installed
 from txbox.events import Event, Events, MessageUnmatched, Observer
 from txbox.handlers import (
@@ -50,7 +49,11 @@ from txbox.message import Message
 from txbox.observers.activity import Activity, Moment
 from txbox.observers.logging import LoggingObserver
 from txbox.observers.pauses import Pauses
-from txbox.outbox import CloudEvents, DeadLetters, Outbox, Routes, replying
+from txbox.outbox import Outbox
+from txbox.outbox.dead_letters import DeadLetters
+from txbox.outbox.effects import Effects
+from txbox.outbox.replies import replying
+from txbox.outbox.routes import CloudEvents, Routes
 from txbox.outcome import Answer, Outcome
 from txbox.policy import (
     Batching,

@@ -655,7 +655,7 @@ _FAILURES = (
         model=Defect("inbox", "LETTER_AFTER_ACK"),
         machine=_NO_OUTBOX,
         tests=pytest_of(
-            "test_outbox_dead_letters.py::test_no_message_is_dead_without_its_letter_wherever_a_process_dies"
+            "outbox/test_dead_letters.py::test_no_message_is_dead_without_its_letter_wherever_a_process_dies"
         ),
         sweep=_NO_POISON,
         chaos=_NOT_THERE,
@@ -985,13 +985,13 @@ _RELAY = (
     Mutant(
         "stage-without-lock",
         "Two transactions that stage under one key in order get numbers in another order than they commit.",
-        "outbox.py",
+        "outbox/__init__.py",
         'if locks and dialect.has("stage_lock"):',
         'if locks and not dialect.has("stage"):',
         model=_NO_KEYS,
         machine=_NO_OUTBOX,
         tests=pytest_of(
-            "test_outbox.py::test_who_stages_in_order_waits_for_whoever_has_staged_under_the_key", only=_PG
+            "outbox/test_outbox.py::test_who_stages_in_order_waits_for_whoever_has_staged_under_the_key", only=_PG
         ),
         sweep=_NO_OUTBOX,
         chaos="its handlers lock a row of the key before they stage",
@@ -1014,7 +1014,7 @@ _RELAY = (
     Mutant(
         "route-ignored",
         "A staged row does not keep its route, so that any App takes it that knows its topic.",
-        "outbox.py",
+        "outbox/__init__.py",
         '"route": route,',
         '"route": "",',
         model=Defect("relay", "ROUTE_IGNORED"),
@@ -1031,19 +1031,19 @@ _RELAY = (
         'self.topic == "*"',
         model=_NO_ROUTES,
         machine=_NO_OUTBOX,
-        tests=pytest_of("test_effects.py::test_a_handler_of_every_topic_takes_no_effects", only=_LITE),
+        tests=pytest_of("outbox/test_effects.py::test_a_handler_of_every_topic_takes_no_effects", only=_LITE),
         sweep=_ONE_TOPIC,
         chaos=_NOT_THERE,
     ),
     Mutant(
         "staged-runs-effects",
         "A reply whose topic a stranger has named may run an effect.",
-        "outbox.py",
+        "outbox/routes.py",
         "if topic.startswith(EFFECT_PREFIX):",
         "if not topic:",
         model=_NO_ROUTES,
         machine=_NO_OUTBOX,
-        tests=pytest_of("test_outbox_routes.py::test_nothing_that_is_staged_runs_an_effect"),
+        tests=pytest_of("outbox/test_routes.py::test_nothing_that_is_staged_runs_an_effect"),
         sweep=_NO_OUTBOX,
         chaos=_NOT_THERE,
     ),

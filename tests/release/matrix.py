@@ -49,7 +49,7 @@ _SHOWN_FAILURES = 50
 #: What stands on the store, its SQL and its connections.
 DATABASE_TESTS = (
     "tests/store", "tests/connections", "tests/processing", "tests/maintenance",
-    "tests/cli/test_schema.py", "tests/test_inbox.py", "tests/test_outbox.py",
+    "tests/cli/test_schema.py", "tests/test_inbox.py", "tests/outbox/test_outbox.py",
     *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/worker/test_relay*.py"))),
 )  # fmt: skip
 #: What stands on a pooler.
@@ -60,7 +60,7 @@ POOLED_TESTS = (
 #: What stands on the language.
 PYTHON_TESTS = (
     *DATABASE_TESTS, "tests/admin", "tests/observers", "tests/testing", "tests/handlers",
-    "tests/test_message.py", "tests/test_identity.py", "tests/test_outbox_replies.py", "tests/test_session.py",
+    "tests/test_message.py", "tests/test_identity.py", "tests/outbox/test_replies.py", "tests/test_session.py",
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from txbox.admin.tables import (
 )
 from txbox.errors import Fault, StoreError
 from txbox.identity import EFFECT_PREFIX, derived_id
-from txbox.outbox import letter_id
+from txbox.outbox.dead_letters import letter_id
 from txbox.session import Session, Statement
 from txbox.store.dialect import as_time
 

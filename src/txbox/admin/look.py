@@ -40,7 +40,7 @@ from txbox.admin.tables import (
     stored_id,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError
-from txbox.outbox import LOCAL
+from txbox.outbox.routes import LOCAL
 from txbox.store import partitions
 from txbox.store import schema as schemas
 from txbox.store.activity import Pause, pauses, workers

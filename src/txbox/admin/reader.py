@@ -25,7 +25,7 @@ from txbox.events import Events, RowsChanged
 from txbox.handlers import Handler, Handlers
 from txbox.message import Message
 from txbox.observers.logging import LoggingObserver
-from txbox.outbox import Routes
+from txbox.outbox.routes import Routes
 from txbox.outcome import Status
 from txbox.policy import Lease, Limits, RelayPolicy, Retention
 from txbox.processing.attempt import InboxProtocol

@@ -32,7 +32,7 @@ from txbox.events import (
     TransactionCommitted,
 )
 from txbox.handlers import Handler
-from txbox.outbox import DeadLetters
+from txbox.outbox.dead_letters import DeadLetters
 from txbox.outcome import DUPLICATE, Answer, Outcome, Status
 from txbox.policy import Batching, Lease, Limits
 from txbox.processing.calls import handled

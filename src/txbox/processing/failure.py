@@ -18,7 +18,7 @@ from txbox.boundaries import Boundary, blamed, is_contents
 from txbox.errors import LONGEST, Fault, Reject, Retry, StoreError, UnusableMessage
 from txbox.events import ErrorContained, Events, MessageDead, MessageFailed
 from txbox.handlers import Handler, HandlerOptions
-from txbox.outbox import DeadLetters
+from txbox.outbox.dead_letters import DeadLetters
 from txbox.outcome import Answer, Outcome
 from txbox.policy import Limits, Redaction
 from txbox.session import Raised, Session, Transaction

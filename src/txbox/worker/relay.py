@@ -44,7 +44,7 @@ from txbox.events import (
 )
 from txbox.handlers import Handler
 from txbox.message import Message
-from txbox.outbox import Route
+from txbox.outbox.routes import Route
 from txbox.policy import Backoff
 from txbox.processing.failure import printable
 from txbox.processing.intake import presentable
