@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sqlite3
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator
 from types import coroutine
 from typing import Any
 
@@ -18,7 +18,6 @@ from txbox.outbox.effects import Effects
 from txbox.session import Connection, Result, Session, Statement, Statements, drive, drive_async
 
 ONE = (Statement("one", "SELECT 1", {}),)
-TWO = (Statement("two", "SELECT 2", {}),)
 
 
 @coroutine
@@ -113,26 +112,6 @@ class Lends:
         self.told.append("released")
 
 
-class Follows:
-    """Has the next batch ready: an operation that begins with TWO."""
-
-    def __init__(self, lends: Lends) -> None:
-        self.told = lends.told
-        self.operation: Coroutine[Any, Any, Any] | None = None
-
-    def begin(self, db: Session) -> Statements | None:
-        async def operation() -> Sequence[Result]:
-            return await db.begin(TWO)
-
-        self.operation = operation()
-        return db.prepare(self.operation)
-
-    def put_back(self) -> None:
-        assert self.operation is not None
-        self.operation.close()
-        self.told.append("put back")
-
-
 def test_a_blocking_connection_that_suspends_fails_loudly_and_is_dropped() -> None:
     lends = Lends()
     lends.connection.answer = suspended
@@ -225,60 +204,6 @@ def test_what_an_operation_raises_comes_out_and_its_transaction_is_dropped() -> 
     with pytest.raises(LookupError, match="what it raises"):
         drive(lends, operation)
     assert lends.told == ["begin", "discard"]
-
-
-def test_what_was_begun_behind_a_commit_is_the_next_operations() -> None:
-    lends = Lends()
-    follows = Follows(lends)
-
-    async def operation(db: Session) -> None:
-        with db.followed_by(follows):
-            await db.begin(ONE)
-            await db.commit(ONE)
-        assert follows.operation is not None
-        with pytest.raises(StopIteration):
-            follows.operation.send(None)
-        await db.commit()
-
-    drive(lends, operation)
-    assert lends.told == ["begin one", "commit one", "begun two", "commit", "released"]
-
-
-@pytest.mark.parametrize("verb", ["begin", "read", "wait"])
-def test_a_batch_that_goes_on_puts_back_what_was_prepared_behind_it(verb: str) -> None:
-    lends = Lends()
-
-    async def operation(db: Session) -> None:
-        with db.followed_by(Follows(lends)):
-            await db.begin(ONE)
-            await db.commit(ONE)
-            if verb == "begin":
-                await db.begin(ONE)
-                await db.commit()
-            elif verb == "read":
-                await db.alone(ONE[0])
-            else:
-                await db.wait(0)
-
-    drive(lends, operation)
-    told = lends.told
-    assert told[:5] == ["begin one", "commit one", "put back", "rollback", "released"]
-    # and nothing is offered to a later COMMIT of the batch
-    assert told.count("put back") == 1
-
-
-def test_nothing_is_offered_behind_a_commit_without_statements() -> None:
-    lends = Lends()
-    follows = Follows(lends)
-
-    async def operation(db: Session) -> None:
-        with db.followed_by(follows):
-            await db.begin(ONE)
-            await db.commit()
-
-    drive(lends, operation)
-    assert follows.operation is None
-    assert lends.told == ["begin one", "commit", "released"]
 
 
 def cancelled_while(lends: Lends, waits: asyncio.Event, *, times: int) -> None:

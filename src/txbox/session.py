@@ -12,13 +12,12 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
-from types import CoroutineType, coroutine
+from types import CoroutineType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 from txbox.errors import Fault, SchemaError, StoreError
@@ -313,18 +312,6 @@ _NO_RIGHT = "42501"
 _OTHERS_MAX = 20
 
 
-class Following(Protocol):
-    """Provides the batch behind the current one."""
-
-    def begin(self, db: Session) -> Statements | None:
-        """Return what its transaction begins with; None if nothing is ready. Called while a COMMIT is under way."""
-        ...
-
-    def put_back(self) -> None:
-        """Give back what was prepared: the current batch is not finished after all."""
-        ...
-
-
 class Session:
     """One operation's use of a database: one connection at a time, from `begin` to the transaction's end.
 
@@ -334,11 +321,7 @@ class Session:
     """
 
     __slots__ = (
-        "_begun",
         "_connections",
-        "_following",
-        "_offered",
-        "_preparing",
         "_unavailable",
         "_waits",
         "connection",
@@ -350,10 +333,6 @@ class Session:
         self.is_async = connections.is_async
         #: The connection of the current transaction; None outside one.
         self.connection: Connection | None = None
-        # sent behind the last COMMIT, not awaited yet
-        self._begun: Statements | None = None
-        self._following: Following | None = None
-        self._offered = self._preparing = False
         # the connection reported that the database is away, or does not accept work
         self._unavailable = False
         self._waits = connections.waits
@@ -377,21 +356,11 @@ class Session:
         idle_limit = () if user_code else self._connections.idle_limit
         if idle_limit:
             statements = (*idle_limit, *statements)
-        if self._preparing:
-            await _pause(statements)
-        if self._offered or self._begun is not None:
-            await self._settle_ahead(statements)
         at("before:begin")
-        begun, self._begun = self._begun is not None, None
-
-        def send(connection: Connection) -> Awaitable[list[Result]]:
-            nonlocal begun
-            if begun:
-                begun = False
-                return connection.begun(meanwhile)
-            return connection.begin_meanwhile(statements, meanwhile)
-
-        return (await self._sent(statements, send))[len(idle_limit) :]
+        results = await self._sent(
+            statements, lambda connection: connection.begin_meanwhile(statements, meanwhile)
+        )
+        return results[len(idle_limit) :]
 
     async def _sent(
         self,
@@ -464,26 +433,24 @@ class Session:
         Once the COMMIT is sent, its answer is awaited even if the caller is cancelled.
 
         Args:
-            goes_on: more of this batch may follow, so that nothing is to be begun behind it.
+            goes_on: more of this batch may follow, so that nothing may be begun behind it.
         """
         connection = self.connection
         assert connection is not None, "no transaction has begun"
         _around(statements, "before:commit", "before")
-        then = None
-        if self._following is not None and not self._offered and statements and not goes_on:
-            # only the first COMMIT of a batch may have the next batch behind it: if this batch goes on, it may
-            # have to wait, and a waiter must have no ids in flight
-            self._offered = True
-            then = partial(_begin_behind, self, self._following)
-        commit = self._committed(connection, statements, then)
+        commit = self._committed(connection, statements, goes_on=goes_on)
         return await (_shielded(commit) if self.is_async else commit)
 
     async def _committed(
         self,
         connection: Connection,
         statements: Statements,
-        then: Callable[[], Statements | None] | None,
+        then: Callable[[], Statements | None] | None = None,
+        *,
+        goes_on: bool,
     ) -> list[Result]:
+        """Send the COMMIT, and `then` begin what that returns; the connection is released unless something was."""
+        del goes_on
         self._waits[self] = time.monotonic()
         try:
             results = await connection.commit_then(statements, then)
@@ -492,16 +459,15 @@ class Session:
             raise
         finally:
             self._waits.pop(self, None)
-        self._begun = connection.ahead
         at("after:commit")
-        if self._begun is None:
+        if then is None or connection.ahead is None:
             self.connection = None
             await self._connections.release(connection)
         return results
 
     async def rollback(self) -> None:
         """Roll back the transaction, if there is one. A connection that cannot, or reported trouble, is dropped."""
-        connection, self._begun = self.connection, None
+        connection = self.connection
         if connection is None:
             return
         if self._unavailable:
@@ -525,10 +491,7 @@ class Session:
 
     def discard(self) -> None:
         """Drop the connection without finding out how its transaction ended."""
-        if self._preparing:
-            # it is the connection of the batch before, whose COMMIT is under way
-            return
-        connection, self.connection, self._begun = self.connection, None, None
+        connection, self.connection = self.connection, None
         if connection is not None:
             if self._unavailable or connection.lost:
                 self._connections.distrust(connection)
@@ -542,13 +505,11 @@ class Session:
 
         Nothing that they return can stop the COMMIT.
         """
-        if not self._preparing:
-            await self._settle_ahead()
-            if self.connection is None:
-                self.connection = await self._connections.acquire()
-            if self.connection.pipelines:
-                sent = self._in_one_trip(statements)
-                return await (_shielded(sent) if self.is_async else sent)
+        if self.connection is None:
+            self.connection = await self._connections.acquire()
+        if self.connection.pipelines:
+            sent = self._in_one_trip(statements)
+            return await (_shielded(sent) if self.is_async else sent)
         results = await self.begin(statements)
         await self.commit()
         return results
@@ -570,9 +531,6 @@ class Session:
         Args:
             statement: may run twice: if the connection was lost, it is tried once more, on a new one.
         """
-        if self._preparing:
-            await _pause(None)
-        await self._settle_ahead()
         at(f"before:{statement.name}")
         again = False
         while True:
@@ -594,9 +552,6 @@ class Session:
 
     async def wait(self, timeout_s: float, until: Future[Any] | None = None) -> None:
         """Wait outside any transaction until the future is done or the timeout passes."""
-        if self._preparing:
-            await _pause(None)
-        await self._settle_ahead()
         if self.is_async:
             if until is None:
                 await asyncio.sleep(timeout_s)
@@ -608,54 +563,6 @@ class Session:
             # not concurrent.futures.wait, which costs three times as much: idle lanes get here for every message
             with suppress(TimeoutError):
                 until.exception(timeout_s)
-
-    # -- one batch behind another -------------------------------------------------------------
-
-    def prepare(self, operation: Coroutine[Any, Any, Any]) -> Statements | None:
-        """Run an operation of this session up to its first transaction without sending anything; see `resumed`.
-
-        Returns: what that transaction begins with; None if the operation has something else to do first.
-        """
-        self._preparing = True
-        try:
-            statements: Statements | None = operation.send(None)
-        finally:
-            self._preparing = False
-        return statements
-
-    async def _settle_ahead(self, statements: Statements | None = None) -> None:
-        """The operation continues after a COMMIT: use what was begun behind it, or roll that back."""
-        if self._offered and self._following is not None:
-            following, self._following, self._offered = self._following, None, False
-            following.put_back()
-        if self._begun is not None and statements is not self._begun:
-            await self.rollback()
-
-    @contextmanager
-    def followed_by(self, following: Following | None) -> Generator[None]:
-        """Offer what comes next to the first COMMIT in this block."""
-        self._following, self._offered = following, False
-        try:
-            yield
-        finally:
-            self._following, self._offered = None, False
-
-
-def _begin_behind(db: Session, following: Following) -> Statements | None:
-    at("during:commit")
-    return following.begin(db)
-
-
-@coroutine
-def _pause(statements: Statements | None) -> Generator[Any, Any, None]:
-    yield statements
-
-
-@coroutine
-def resumed(operation: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-    """Await an operation that `Session.prepare` has already started; a plain `await` refuses those."""
-    answer: T = yield from operation  # pyright: ignore[reportUnknownVariableType]
-    return answer  # pyright: ignore[reportUnknownVariableType]
 
 
 async def _shielded(work: Awaitable[T]) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import psycopg
@@ -16,7 +16,8 @@ from tests.support.proxy import Cut, Proxy
 from tests.support.waiting import eventually
 from txbox import App
 from txbox.errors import Fault, StoreError
-from txbox.session import Session, Statement, Statements, drive, drive_async
+from txbox.session import Statement, Statements, blocking
+from txbox.worker.lane import LaneSession
 
 pytestmark = pytest.mark.every_database
 
@@ -44,11 +45,11 @@ class Driven:
     def drive(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
         if self.is_async:
             assert self.app.database.asynchronous is not None
-            return self._wait(
-                drive_async(self.app.database.asynchronous, operation, *args, **kwargs)
-            )
+            with closing(LaneSession(self.app.database.asynchronous)) as db:
+                return self._wait(operation(db, *args, **kwargs))
         assert self.app.database.sync is not None
-        return drive(self.app.database.sync, operation, *args, **kwargs)
+        with closing(LaneSession(self.app.database.sync)) as db:
+            return blocking(operation(db, *args, **kwargs))
 
     def _wait(self, value: Awaitable[Any]) -> Any:
         async def waited() -> Any:
@@ -89,20 +90,20 @@ class _Next:
     def __init__(self, asked: Callable[[], Statements | None]) -> None:
         self._asked = asked
 
-    def begin(self, db: Session) -> Statements | None:
+    def begin(self, db: LaneSession) -> Statements | None:
         return self._asked()
 
     def put_back(self) -> None: ...
 
 
 async def commit_then(
-    db: Session, statements: Statements, asked: Callable[[], Statements | None]
+    db: LaneSession, statements: Statements, asked: Callable[[], Statements | None]
 ) -> None:
     with db.followed_by(_Next(asked)):
         await db.commit(statements)
 
 
-async def chained(db: Session, first: Statement, following: Statements) -> None:
+async def chained(db: LaneSession, first: Statement, following: Statements) -> None:
     """One transaction, with the BEGIN of the next behind its COMMIT."""
     await db.begin()
     await commit_then(db, (first,), lambda: following)
@@ -111,7 +112,7 @@ async def chained(db: Session, first: Statement, following: Statements) -> None:
 def test_the_next_transaction_goes_on_where_it_was_begun(driven: Driven) -> None:
     following = (insert("b"), Statement("pid", "SELECT pg_backend_pid()", {}))
 
-    async def steps(db: Session) -> tuple[Any, Any]:
+    async def steps(db: LaneSession) -> tuple[Any, Any]:
         (first,) = await db.begin((Statement("pid", "SELECT pg_backend_pid()", {}),))
         await commit_then(db, (insert("a"),), lambda: following)
         assert driven.marks() == {"a"}, "the first is committed, and only that"
@@ -139,7 +140,7 @@ def test_what_follows_is_asked_for_when_the_commit_is_on_its_way(driven: Driven)
         asked.append(committed.is_set())
         return None
 
-    async def steps(db: Session) -> None:
+    async def steps(db: LaneSession) -> None:
         await db.begin()
         await commit_then(db, (insert("a"),), following)
 
@@ -158,7 +159,7 @@ def test_nothing_is_begun_behind_a_commit_through_a_pooler(driven: Driven) -> No
         asked.append("next")
         return (insert("b"),)
 
-    async def steps(db: Session) -> None:
+    async def steps(db: LaneSession) -> None:
         await db.begin()
         await commit_then(db, (insert("a"),), following)
         await db.begin((insert("c"),))
@@ -181,7 +182,7 @@ def test_what_is_asked_behind_a_refused_commit_is_asked_of_its_own_transaction(
     """And never of the one that was begun behind it, which has a savepoint of that name as well."""
     answers: list[object] = []
 
-    async def steps(db: Session) -> None:
+    async def steps(db: LaneSession) -> None:
         await db.begin((insert("a"), MARKED))
         with suppress(StoreError):
             await db.execute(Statement("end", "ROLLBACK", {}) if ended else WRONG)
@@ -205,7 +206,7 @@ def test_what_is_asked_behind_a_refused_commit_is_asked_of_its_own_transaction(
 
 @pytest.mark.parametrize("other", ["begin", "wait", "rollback", "discard", "nothing"])
 def test_any_other_step_gives_up_what_was_begun(driven: Driven, other: str) -> None:
-    async def steps(db: Session) -> None:
+    async def steps(db: LaneSession) -> None:
         await chained(db, insert("a"), (insert("ahead"),))
         if other == "begin":
             await db.begin((insert("other"),))
@@ -235,7 +236,7 @@ REFUSED = [
 def test_behind_a_commit_that_is_refused_nothing_begins(driven: Driven, refused: Statement) -> None:
     following = (insert("ahead"),)
 
-    async def steps(db: Session) -> StoreError | None:
+    async def steps(db: LaneSession) -> StoreError | None:
         error: StoreError | None = None
         await db.begin((insert("a"),))
         try:
@@ -256,7 +257,7 @@ def test_behind_a_commit_that_is_refused_nothing_begins(driven: Driven, refused:
 def test_an_error_of_what_was_begun_is_its_own(driven: Driven) -> None:
     following = (insert("a"),)
 
-    async def steps(db: Session) -> StoreError | None:
+    async def steps(db: LaneSession) -> StoreError | None:
         await db.begin()
         await commit_then(db, (insert("a"),), lambda: following)
         try:
@@ -279,7 +280,7 @@ def test_a_statement_that_was_not_prepared_behind_a_refusal_is_prepared_later(
     """Its Parse was skipped with the rest."""
     following = (Statement("other", "INSERT INTO mark (id) SELECT :id", {"id": "ahead"}),)
 
-    async def steps(db: Session) -> None:
+    async def steps(db: LaneSession) -> None:
         await db.begin()
         with suppress(StoreError):
             await commit_then(db, (REFUSED[0],), lambda: following)
@@ -300,7 +301,7 @@ def test_a_commit_does_not_wait_for_what_is_begun_behind_it(driven: Driven) -> N
     with psycopg.connect(driven.url) as other:
         other.execute("INSERT INTO mark (id) VALUES ('locked')")
 
-        async def steps(db: Session) -> None:
+        async def steps(db: LaneSession) -> None:
             await db.begin()
             await commit_then(db, (insert("a"),), lambda: following)
             order.append("committed")
@@ -321,7 +322,7 @@ def test_a_commit_whose_answer_is_lost_is_in_doubt_and_what_follows_is_not(
 ) -> None:
     following = (insert("ahead"),)
 
-    async def steps(db: Session) -> StoreError | None:
+    async def steps(db: LaneSession) -> StoreError | None:
         await db.begin()
         try:
             await commit_then(db, (insert("a"),), lambda: following)
@@ -356,7 +357,7 @@ def test_a_connection_that_dies_behind_the_commit_has_lost_only_what_was_begun(
                 " AND state = 'idle in transaction'"
             )
 
-    async def steps(db: Session) -> StoreError | None:
+    async def steps(db: LaneSession) -> StoreError | None:
         await db.begin()
         await commit_then(db, (insert("a"),), lambda: following)
         try:

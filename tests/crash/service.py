@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,9 +17,9 @@ from txbox import App, Lease, Message, RetryPolicy
 from txbox.handlers import Handler
 from txbox.outcome import Answer
 from txbox.processing.waiting import Holder
-from txbox.session import Session, Statements, at, drive
+from txbox.session import Statements, at, blocking, drive
 from txbox.testing import drain
-from txbox.worker.lane import Prepared
+from txbox.worker.lane import LaneSession, Prepared
 
 Mode = Literal["inline", "retried", "stored", "batched", "pipelined", "ahead"]
 MODES: tuple[Mode, ...] = ("inline", "retried", "stored", "batched", "pipelined", "ahead")
@@ -136,7 +137,8 @@ def receive(app: App, job: Job) -> None:
         (handler,) = app.handlers
         assert app.database.sync is not None
         if job.mode == "ahead":
-            settled = drive(app.database.sync, _ahead, app, handler, job)
+            with closing(LaneSession(app.database.sync)) as db:
+                settled = blocking(_ahead(db, app, handler, job))
         else:
             # as a lane does: a claim that the server has cut off, because this process stood still, is made again
             settled = drive(app.database.sync, app.intake.take_with_retries, handler, job.messages)
@@ -157,7 +159,7 @@ class _Last:
         self.holder = Holder()
         self.ahead: Prepared | None = None
 
-    def begin(self, db: Session) -> Statements | None:
+    def begin(self, db: LaneSession) -> Statements | None:
         last = self._job.messages[2:]
         operation = self._app.intake.take_with_retries(db, self._handler, last, holder=self.holder)
         self.ahead = Prepared(db, [], operation)
@@ -169,7 +171,7 @@ class _Last:
         self.ahead = None
 
 
-async def _ahead(db: Session, app: App, handler: Handler, job: Job) -> list[Answer]:
+async def _ahead(db: LaneSession, app: App, handler: Handler, job: Job) -> list[Answer]:
     """Take the last message behind the COMMIT of the first two, as a lane does."""
     last = _Last(app, handler, job)
     with db.followed_by(last):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -15,17 +16,20 @@ from tests.support.shop import CONSUMER, TOPIC, Shop, add_effect, opened, paid, 
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
+from tests.test_session import ONE, Lends
 from tests.worker.test_lane import at_pace
 from txbox import App, Batching, Lease, Limits, Message, RetryPolicy
 from txbox.brokers.base import Delivery
 from txbox.connections.psycopg import PsycopgConnection
 from txbox.events import MessageDuplicate, MessageFailed
-from txbox.session import Statements
+from txbox.session import Result, Statement, Statements, blocking
 from txbox.store import leases
+from txbox.worker.lane import LaneSession
 from txbox.worker.table import Table
 
 IDS = [f"m{number:02}" for number in range(60)]
 SIZE = 5
+TWO = (Statement("two", "SELECT 2", {}),)
 
 
 @pytest.fixture
@@ -505,3 +509,85 @@ def test_a_pools_only_connection_is_given_back_now_and_then(postgresql_url: str)
                     connection.commit()
             assert done
         app.close()
+
+
+# -- the session of a lane, by itself ---------------------------------------------------------------
+
+
+class Follows:
+    """Has the next batch ready: an operation that begins with TWO."""
+
+    def __init__(self, lends: Lends) -> None:
+        self.told = lends.told
+        self.operation: Coroutine[Any, Any, Any] | None = None
+
+    def begin(self, db: LaneSession) -> Statements | None:
+        async def operation() -> Sequence[Result]:
+            return await db.begin(TWO)
+
+        self.operation = operation()
+        return db.prepare(self.operation)
+
+    def put_back(self) -> None:
+        assert self.operation is not None
+        self.operation.close()
+        self.told.append("put back")
+
+
+def driven(lends: Lends, operation: Callable[[LaneSession], Coroutine[Any, Any, Any]]) -> None:
+    with closing(LaneSession(lends)) as db:
+        blocking(operation(db))
+
+
+def test_what_was_begun_behind_a_commit_is_the_next_operations() -> None:
+    lends = Lends()
+    follows = Follows(lends)
+
+    async def operation(db: LaneSession) -> None:
+        with db.followed_by(follows):
+            await db.begin(ONE)
+            await db.commit(ONE)
+        assert follows.operation is not None
+        with pytest.raises(StopIteration):
+            follows.operation.send(None)
+        await db.commit()
+
+    driven(lends, operation)
+    assert lends.told == ["begin one", "commit one", "begun two", "commit", "released"]
+
+
+@pytest.mark.parametrize("verb", ["begin", "read", "wait"])
+def test_a_batch_that_goes_on_puts_back_what_was_prepared_behind_it(verb: str) -> None:
+    lends = Lends()
+
+    async def operation(db: LaneSession) -> None:
+        with db.followed_by(Follows(lends)):
+            await db.begin(ONE)
+            await db.commit(ONE)
+            if verb == "begin":
+                await db.begin(ONE)
+                await db.commit()
+            elif verb == "read":
+                await db.alone(ONE[0])
+            else:
+                await db.wait(0)
+
+    driven(lends, operation)
+    told = lends.told
+    assert told[:5] == ["begin one", "commit one", "put back", "rollback", "released"]
+    # and nothing is offered to a later COMMIT of the batch
+    assert told.count("put back") == 1
+
+
+def test_nothing_is_offered_behind_a_commit_without_statements() -> None:
+    lends = Lends()
+    follows = Follows(lends)
+
+    async def operation(db: LaneSession) -> None:
+        with db.followed_by(follows):
+            await db.begin(ONE)
+            await db.commit()
+
+    driven(lends, operation)
+    assert follows.operation is None
+    assert lends.told == ["begin one", "commit", "released"]

@@ -14,9 +14,13 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from enum import Enum
-from typing import Any, Protocol
+from functools import partial
+from types import coroutine
+from typing import Any, Protocol, TypeVar
 
 from txbox.boundaries import Boundary
 from txbox.brokers.base import Delivery
@@ -27,9 +31,11 @@ from txbox.outcome import Answer, Outcome
 from txbox.policy import Backoff
 from txbox.processing.intake import Leasing
 from txbox.processing.waiting import Holder
-from txbox.session import Following, Session, Statements, resumed
+from txbox.session import Connection, Connections, Result, Session, Statement, Statements, at
 from txbox.worker.agenda import Run
 from txbox.worker.table import Row, Table, take_together
+
+T = TypeVar("T")
 
 _AGAIN_S = (0.1, 5.0)
 _SOON_S = 0.001
@@ -108,7 +114,7 @@ class Lane:
         """Have it run elsewhere, after `put` has returned True."""
         self._turns.begin(self)
 
-    async def turn(self, db: Session) -> bool:
+    async def turn(self, db: LaneSession) -> bool:
         """Work until there is nothing to do, it is stopped (after the current batch), or others wait for the thread.
 
         Returns: whether it wants another turn.
@@ -153,7 +159,7 @@ class Lane:
                 self.busy = False
         return False
 
-    def _retry_later(self, db: Session, error: Exception) -> None:
+    def _retry_later(self, db: LaneSession, error: Exception) -> None:
         """Something unexpected ended this turn: begin another one after a pause."""
         pause_s = _AGAIN_S[1]
         self._contain(error, pause_s)
@@ -218,7 +224,7 @@ class Lane:
         options = work.modes.handler.options
         return not self._rows and options.mode == "stored" and not options.in_order
 
-    async def _take_next(self, db: Session) -> bool:
+    async def _take_next(self, db: LaneSession) -> bool:
         """Run the batch begun ahead, or the next one; returns False if there is neither."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
@@ -237,7 +243,7 @@ class Lane:
         await self._deliver(db, ahead)
         return True
 
-    def _prepare(self, db: Session, batch: list[Work]) -> Prepared | None:
+    def _prepare(self, db: LaneSession, batch: list[Work]) -> Prepared | None:
         """`_prepared`; None where that raises unexpectedly: nothing has been sent, and each is tried again."""
         try:
             return self._prepared(db, batch)
@@ -247,7 +253,7 @@ class Lane:
                 self._claim_later(work)
             return None
 
-    def _prepared(self, db: Session, batch: list[Work]) -> Prepared:
+    def _prepared(self, db: LaneSession, batch: list[Work]) -> Prepared:
         """Run a batch up to its first transaction, without sending anything."""
         first, handler = batch[0], batch[0].modes.handler
         leasing: Leasing | None = None
@@ -269,7 +275,7 @@ class Lane:
         )
         return Prepared(db, batch, operation, leasing)
 
-    def begin(self, db: Session) -> Statements | None:
+    def begin(self, db: LaneSession) -> Statements | None:
         """The claim of the next batch, if a full one is here: waiting would not make it larger.
 
         None if the order of keys matters, since the next batch then depends on this one, and if the table is due.
@@ -301,7 +307,7 @@ class Lane:
     def _is_ahead(self) -> bool:
         return self._ahead is not None
 
-    async def _deliver(self, db: Session, prepared: Prepared) -> None:
+    async def _deliver(self, db: LaneSession, prepared: Prepared) -> None:
         """Run or store a batch and settle it; the rows that it has leased are run next."""
         batch, leasing, began = prepared.batch, prepared.leasing, time.monotonic()
         try:
@@ -337,7 +343,7 @@ class Lane:
         settle(done)
         return deferred
 
-    async def _deliver_leased(self, db: Session, batch: list[Work]) -> None:
+    async def _deliver_leased(self, db: LaneSession, batch: list[Work]) -> None:
         """Store and lease a batch in one transaction, then run its rows here, in order, one by one.
 
         Nobody else can take these rows until the lane is done with them, which keeps their order.
@@ -409,7 +415,7 @@ class Lane:
         self._table.keep(rows)
         return rows
 
-    async def _run_stored(self, db: Session) -> bool:
+    async def _run_stored(self, db: LaneSession) -> bool:
         """Run rows that this lane has stored, one transaction's worth; returns whether there were any."""
         if self._table.paused:
             self._table.put_back(self._rows)
@@ -419,7 +425,9 @@ class Lane:
         await self._run(db, take_together(self._app, self._rows), self)
         return True
 
-    async def _run(self, db: Session, rows: list[Row], following: Following | None = None) -> None:
+    async def _run(
+        self, db: LaneSession, rows: list[Row], following: Following | None = None
+    ) -> None:
         """Run rows, and behind an ordered row those of the same key, up to `Lease.batch`."""
         if len(rows) > 1:
             await self._run_together(db, rows, following)
@@ -432,7 +440,7 @@ class Lane:
             row = await self._table.behind(db, row) if remaining else None
 
     async def _run_together(
-        self, db: Session, rows: list[Row], following: Following | None
+        self, db: LaneSession, rows: list[Row], following: Following | None
     ) -> None:
         first, protocol = rows[0], self._app.protocol
         handler, options = first.handler, first.handler.options
@@ -472,6 +480,158 @@ class Lane:
         return True
 
 
+# -- one batch behind another -----------------------------------------------------------------
+
+
+class Following(Protocol):
+    """Provides the batch behind the current one."""
+
+    def begin(self, db: LaneSession) -> Statements | None:
+        """Return what its transaction begins with; None if nothing is ready. Called while a COMMIT is under way."""
+        ...
+
+    def put_back(self) -> None:
+        """Give back what was prepared: the current batch is not finished after all."""
+        ...
+
+
+class LaneSession(Session):
+    """A session that begins the transaction of the next batch right behind a COMMIT, on the same connection."""
+
+    __slots__ = ("_begun", "_following", "_offered", "_preparing")
+
+    def __init__(self, connections: Connections) -> None:
+        super().__init__(connections)
+        # sent behind the last COMMIT, not awaited yet
+        self._begun: Statements | None = None
+        self._following: Following | None = None
+        self._offered = self._preparing = False
+
+    def prepare(self, operation: Coroutine[Any, Any, Any]) -> Statements | None:
+        """Run an operation of this session up to its first transaction without sending anything; see `resumed`.
+
+        Returns: what that transaction begins with; None if the operation has something else to do first.
+        """
+        self._preparing = True
+        try:
+            statements: Statements | None = operation.send(None)
+        finally:
+            self._preparing = False
+        return statements
+
+    @contextmanager
+    def followed_by(self, following: Following | None) -> Generator[None]:
+        """Offer what comes next to the first COMMIT in this block."""
+        self._following, self._offered = following, False
+        try:
+            yield
+        finally:
+            self._following, self._offered = None, False
+
+    async def _settle_ahead(self, statements: Statements | None = None) -> None:
+        """The operation continues after a COMMIT: use what was begun behind it, or roll that back."""
+        if self._preparing:
+            await _pause(statements)
+        if self._offered and self._following is not None:
+            following, self._following, self._offered = self._following, None, False
+            following.put_back()
+        if self._begun is not None and statements is not self._begun:
+            await self.rollback()
+
+    async def begin(
+        self,
+        statements: Statements = (),
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        user_code: bool = False,
+    ) -> list[Result]:
+        """See `Session.begin`; what was begun behind the last COMMIT is waited for."""
+        idle_limit = () if user_code else self._connections.idle_limit
+        if idle_limit:
+            statements = (*idle_limit, *statements)
+        if self._preparing or self._offered or self._begun is not None:
+            await self._settle_ahead(statements)
+        begun, self._begun = self._begun is not None, None
+
+        def send(connection: Connection) -> Awaitable[list[Result]]:
+            nonlocal begun
+            if begun:
+                begun = False
+                return connection.begun(meanwhile)
+            return connection.begin_meanwhile(statements, meanwhile)
+
+        at("before:begin")
+        return (await self._sent(statements, send))[len(idle_limit) :]
+
+    async def _committed(
+        self,
+        connection: Connection,
+        statements: Statements,
+        then: Callable[[], Statements | None] | None = None,
+        *,
+        goes_on: bool,
+    ) -> list[Result]:
+        if self._following is not None and not self._offered and statements and not goes_on:
+            # only the first COMMIT of a batch may have the next batch behind it: if this batch goes on, it may
+            # have to wait, and a waiter must have no ids in flight
+            self._offered = True
+            then = partial(_begin_behind, self, self._following)
+        results = await super()._committed(connection, statements, then, goes_on=goes_on)
+        self._begun = None if self.connection is None else connection.ahead
+        return results
+
+    async def rollback(self) -> None:
+        """See `Session.rollback`; what was begun behind the last COMMIT is rolled back, too."""
+        self._begun = None
+        await super().rollback()
+
+    def discard(self) -> None:
+        """See `Session.discard`."""
+        if (
+            not self._preparing
+        ):  # else it is the connection of the batch before, whose COMMIT is under way
+            self._begun = None
+            super().discard()
+
+    close = discard
+
+    async def together(self, statements: Statements) -> list[Result]:
+        """See `Session.together`; what is prepared pauses in the `begin` of two steps."""
+        if self._preparing:
+            results = await self.begin(statements)
+            await self.commit()
+            return results
+        await self._settle_ahead()
+        return await super().together(statements)
+
+    async def alone(self, statement: Statement) -> Result:
+        """See `Session.alone`."""
+        await self._settle_ahead()
+        return await super().alone(statement)
+
+    async def wait(self, timeout_s: float, until: Future[Any] | None = None) -> None:
+        """See `Session.wait`."""
+        await self._settle_ahead()
+        await super().wait(timeout_s, until)
+
+
+def _begin_behind(db: LaneSession, following: Following) -> Statements | None:
+    at("during:commit")
+    return following.begin(db)
+
+
+@coroutine
+def _pause(statements: Statements | None) -> Generator[Any, Any, None]:
+    yield statements
+
+
+@coroutine
+def resumed(operation: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    """Await an operation that `LaneSession.prepare` has already started; a plain `await` refuses those."""
+    answer: T = yield from operation  # pyright: ignore[reportUnknownVariableType]
+    return answer  # pyright: ignore[reportUnknownVariableType]
+
+
 class Prepared:
     """A batch that is ready for its first transaction; nothing has been sent yet.
 
@@ -484,7 +644,7 @@ class Prepared:
 
     def __init__(
         self,
-        db: Session,
+        db: LaneSession,
         batch: list[Work],
         operation: Coroutine[Any, Any, list[Answer]],
         leasing: Leasing | None = None,

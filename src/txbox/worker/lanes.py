@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from typing import Any
 from zlib import crc32
 
@@ -16,9 +17,9 @@ from txbox.brokers.base import Delivery
 from txbox.handlers import Handler
 from txbox.identity import EFFECT_PREFIX
 from txbox.message import Message
-from txbox.session import Connection, Connections, drive, drive_async
+from txbox.session import Connection, Connections, blocking
 from txbox.worker.agenda import Run
-from txbox.worker.lane import Acknowledge, HandlerModes, Lane, Parts, Turns, Work
+from txbox.worker.lane import Acknowledge, HandlerModes, Lane, LaneSession, Parts, Turns, Work
 from txbox.worker.table import Table
 
 _MATCHES_MAX = 4096
@@ -311,7 +312,8 @@ class Lanes:
         error: BaseException | None = None
         again = False
         try:
-            again = drive(slot, lane.turn)
+            with closing(LaneSession(slot)) as db:
+                again = blocking(lane.turn(db))
         except BaseException as raised:  # noqa: BLE001  # reported: the worker decides what happens
             error = raised
         finally:
@@ -325,7 +327,8 @@ class Lanes:
         assert connections is not None, "checked at start"
         slot = Slot(connections, self._slots)
         try:
-            await drive_async(slot, lane.turn)
+            with closing(LaneSession(slot)) as db:
+                await lane.turn(db)
         finally:
             slot.leave()
 
