@@ -15,7 +15,6 @@ import aio_pika
 import pytest
 from aio_pika.abc import AbstractChannel
 from pamqp.commands import Basic
-from yarl import URL
 
 from tests.support.broker_fixtures import throwaway
 from tests.support.brokers.conformance import SourceConformance, each_once, service
@@ -41,8 +40,8 @@ from tests.support.shop import Shop
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import ConfigurationError
+from txbox.brokers.facts import of_rabbitmq
 from txbox.brokers.rabbitmq import RabbitMQ
-from txbox.brokers.rabbitmq.source import queue_facts
 from txbox.errors import BrokerUnavailable
 from txbox.identity import message_id
 
@@ -410,7 +409,7 @@ def test_the_password_of_the_http_api_goes_nowhere_else() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         port = server.server_address[1]
         with pytest.raises(BrokerUnavailable, match="answered 302"):
-            queue_facts(f"http://ann:secret@127.0.0.1:{port}", URL("amqp://127.0.0.1/"), ["orders"])
+            of_rabbitmq(f"http://ann:secret@127.0.0.1:{port}", "/", ["orders"])
         server.shutdown()
     assert [path for path, _ in asked] == ["/api/queues/%2F/orders"]
     assert asked[0][1]

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "admin/reader": "admin/test_admin.py",
     "admin/tables": "cli/test_cli_commands.py",
     "admin/views": "cli/test_cli_commands.py",
+    "brokers/facts": "admin/test_doctor_brokers.py",
     "cli/change": "cli/test_cli_commands.py",
     "errors": "connections/test_base_errors.py",
     "events": "observers/test_logging.py",

@@ -155,52 +155,6 @@ class Context(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """A broker's own settings for one topic. None means unknown, or that the broker has no such setting.
-
-    Args:
-        found: False when the broker has no such topic, stream or queue.
-        replay_s: how long acknowledged messages can be replayed on request; infinite if unlimited.
-        kept_s: after how long messages that were never received are dropped.
-        redelivery_s: after how long an unacknowledged message is delivered to another consumer.
-        deliveries_max: after how many deliveries a message is given up.
-        acknowledged: False if delivering a message also acknowledges it.
-        durable: False if waiting messages are lost when the broker restarts.
-        overflows: True if the oldest messages are dropped once there are too many.
-        duplicates_s: how long the broker recognises a message that is published again.
-        said: field → the settings it comes from, under the broker's own names.
-        unknown: what the broker does not show, and why; a sentence each.
-    """
-
-    topic: str
-    found: bool = True
-    replay_s: float | None = None
-    kept_s: float | None = None
-    redelivery_s: float | None = None
-    deliveries_max: int | None = None
-    acknowledged: bool = True
-    durable: bool = True
-    overflows: bool = False
-    duplicates_s: float | None = None
-    said: Mapping[str, str] = field(default_factory=dict[str, str])
-    unknown: tuple[str, ...] = ()
-
-
-@runtime_checkable
-class Examinable(Protocol):
-    """A source or destination whose broker can be asked for its settings."""
-
-    def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
-        """Ask for the settings of each topic, on a connection of its own. Changes and receives nothing.
-
-        Raises:
-            BrokerUnavailable: the broker does not answer.
-            ConfigurationError: the broker refuses this user or these options.
-        """
-        ...
-
-
 class Source(ABC):
     """Where deliveries come from: a description that never changes. What is open is a `Consumer`.
 

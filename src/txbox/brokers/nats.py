@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import random
 import re
 import time
@@ -22,12 +21,12 @@ from txbox.brokers.base import (
     Batch,
     Context,
     Delivery,
-    Facts,
     Source,
     refuse,
     taken,
 )
 from txbox.brokers.envelope import NATS, clock, utf8
+from txbox.brokers.facts import Facts, of_nats
 from txbox.brokers.loop import LoopConsumer, LoopPublisher, run_once
 from txbox.errors import (
     BrokerError,
@@ -45,7 +44,7 @@ with installed("nats", "NATS"):
     import nats.js.errors
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
-    from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
+    from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
     from nats.protocol import command as _command
     from nats.protocol.parser import AUTHORIZATION_VIOLATION as _AUTHORIZATION_VIOLATION
 
@@ -289,7 +288,11 @@ class Nats(Source):
             # one that is not there is created as this source wants it
             with suppress(nats.js.errors.NotFoundError):
                 consumer = (await js.consumer_info(stream, durable)).config
-        return _facts(topic, kept, consumer, self._ack_wait_s)
+        return of_nats(
+            topic, kept, consumer,
+            redelivery_s=self._ack_wait_s if consumer is None else _redelivery_s(consumer, self._ack_wait_s),
+            acknowledged=consumer is None or consumer.ack_policy in (None, *_EXPLICIT),
+        )  # fmt: skip
 
     def _consumer_names(self, topics: Sequence[str]) -> dict[str, str]:
         if "*" in topics and self._stream is None:
@@ -718,36 +721,6 @@ def _within(subject: str, pattern: str) -> bool:
 def _redelivery_s(config: ConsumerConfig, default_s: float) -> float:
     """Return after how many seconds at least the server delivers again what is not acknowledged."""
     return min(config.backoff or [config.ack_wait or default_s])
-
-
-def _facts(
-    topic: str, stream: StreamConfig, consumer: ConsumerConfig | None, ack_wait_s: float
-) -> Facts:
-    age_s = float(stream.max_age or 0.0) or math.inf
-    # what everybody has acknowledged is gone from the others
-    replayed = str(getattr(stream.retention, "value", stream.retention)) in ("None", "limits")
-    most, policy = None, None
-    if consumer is not None:
-        ack_wait_s = _redelivery_s(consumer, ack_wait_s)
-        most, policy = consumer.max_deliver, consumer.ack_policy
-    aged = f"stream {stream.name}: max_age={0 if math.isinf(age_s) else age_s:g} s"
-    return Facts(
-        topic=topic,
-        replay_s=age_s if replayed else None,
-        kept_s=None if math.isinf(age_s) else age_s,
-        redelivery_s=ack_wait_s,
-        deliveries_max=most if most is not None and most > 0 else None,
-        acknowledged=policy is None or policy in _EXPLICIT,
-        duplicates_s=float(stream.duplicate_window or 0.0) or None,
-        said={
-            "replay_s": aged,
-            "kept_s": aged,
-            "redelivery_s": f"ack_wait={ack_wait_s:g} s",
-            "deliveries_max": f"max_deliver={most}",
-            "acknowledged": f"ack_policy={getattr(policy, 'value', policy)}",
-            "duplicates_s": f"stream {stream.name}: duplicate_window={stream.duplicate_window:g} s",
-        },
-    )
 
 
 def delivery_of(got: Msg, topic: str, consumer: Consumer) -> Delivery:

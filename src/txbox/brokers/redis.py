@@ -22,7 +22,6 @@ from txbox.brokers.base import (
     Consumer,
     Context,
     Delivery,
-    Facts,
     Source,
     later_if_away,
     parts,
@@ -31,6 +30,7 @@ from txbox.brokers.base import (
     taken,
 )
 from txbox.brokers.envelope import REDIS, clock, utf8
+from txbox.brokers.facts import Facts, of_redis
 from txbox.errors import (
     BrokerError,
     BrokerUnavailable,
@@ -180,7 +180,11 @@ class RedisStreams(Source):
         """Ask for the oldest entry of each stream, where a group that is recreated starts."""
         client = self._new_client()
         try:
-            return [_facts(client, topic, self._claim_idle_s) for topic in topics if topic != "*"]
+            return [
+                of_redis(client, topic, self._claim_idle_s, clock_ms_min=_CLOCK_MS_MIN)
+                for topic in topics
+                if topic != "*"
+            ]
         except exceptions.RedisError as error:
             raise BrokerUnavailable(f"Redis does not describe its streams: {error}") from error
         finally:
@@ -468,25 +472,6 @@ def _mistake(error: exceptions.RedisError) -> str | None:
     if code_of(error) == "WRONGTYPE":
         return "one of the keys is not a stream, check the topics"
     return None
-
-
-def _facts(client: Any, stream: str, claim_idle_s: float) -> Facts:
-    """Return how far back a stream can be replayed. A missing one is no problem: reading creates it."""
-    replay_s: float | None = None
-    said = {"redelivery_s": f"claim_idle={claim_idle_s:g} s"}
-    unknown: tuple[str, ...] = ()
-    if entries := client.xrange(stream, count=1):
-        seconds, microseconds = client.time()
-        entry_id = entries[0][0].decode()
-        stored_ms = int(entry_id.partition("-")[0])
-        if stored_ms >= _CLOCK_MS_MIN:
-            replay_s = max(0.0, seconds + microseconds / 1e6 - stored_ms / 1000)
-            said["replay_s"] = f"XLEN {client.xlen(stream)}, oldest entry {entry_id}"
-        else:
-            unknown = (f"its ids come from the producer ({entry_id}) and do not contain a time.",)
-    return Facts(
-        topic=stream, replay_s=replay_s, redelivery_s=claim_idle_s, said=said, unknown=unknown
-    )
 
 
 #: The client gives these errors a class and drops their code.

@@ -25,7 +25,6 @@ from txbox.brokers.base import (
     Consumer,
     Context,
     Delivery,
-    Facts,
     Source,
     later_if_away,
     parts,
@@ -33,6 +32,7 @@ from txbox.brokers.base import (
 )
 from txbox.brokers.envelope import PACKED, SQS_GROUPED, Pair, clock, utf8
 from txbox.brokers.envelope import SQS as SQS_TRANSPORT
+from txbox.brokers.facts import Facts, of_sqs
 from txbox.errors import (
     BrokerError,
     BrokerUnavailable,
@@ -267,30 +267,7 @@ class SQS(Source):
             raise BrokerUnavailable(
                 f"SQS does not describe queue {queue!r} ({error.code})."
             ) from error
-        kept = known.get("MessageRetentionPeriod")
-        kept_s = None if kept is None else float(kept)
-        visible_s = self._visible_s or int(known["VisibilityTimeout"])
-        most = json.loads(known.get("RedrivePolicy", "{}")).get("maxReceiveCount")
-        said = f"MessageRetentionPeriod={kept}"
-        return Facts(
-            topic=topic,
-            # a message whose deletion failed can come again until then
-            replay_s=kept_s,
-            kept_s=kept_s,
-            redelivery_s=float(visible_s),
-            deliveries_max=None if most is None else int(most),
-            said={
-                "replay_s": said,
-                "kept_s": said,
-                "redelivery_s": "visibility="
-                if self._visible_s
-                else f"VisibilityTimeout={visible_s}",
-                "deliveries_max": f"maxReceiveCount={most}",
-            },
-            unknown=()
-            if kept is not None
-            else ("the server does not report MessageRetentionPeriod.",),
-        )
+        return of_sqs(topic, known, visible_s=self._visible_s)
 
 
 class SQSConsumer(Consumer):

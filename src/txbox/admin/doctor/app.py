@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from txbox.admin.doctor import Diagnosis, Finding
 from txbox.admin.reader import Application
-from txbox.brokers.base import Examinable, Facts
+from txbox.brokers.facts import Examinable, Facts
 from txbox.errors import BrokerError, ConfigurationError
 from txbox.handlers import Handlers, conflicts
 from txbox.text import capitalized, lasting

@@ -294,7 +294,7 @@ class TopicIds:
 
 def settings_of(
     config: Mapping[str, Any], topics: Sequence[str]
-) -> dict[str, dict[str, str] | KafkaError | None]:
+) -> dict[str, dict[str, str] | str | None]:
     """Return the settings of topics, or why this user may not see them; None if there is no such topic.
 
     Args:
@@ -307,16 +307,17 @@ def settings_of(
     there = _cluster(asking).topics
     if "*" in topics:
         topics = sorted(topic for topic in there if not topic.startswith(_INTERNAL))
-    found: dict[str, dict[str, str] | KafkaError | None] = dict.fromkeys(topics)
+    described: dict[str, dict[str, str] | str | None] = dict.fromkeys(topics)
     if wanted := [ConfigResource(ResourceType.TOPIC, topic) for topic in topics if topic in there]:
         for resource, future in asking.describe_configs(wanted, request_timeout=ASK_S).items():
             answer = _result_of(future, resource.name)
-            found[resource.name] = (
-                answer
-                if answer is None or isinstance(answer, KafkaError)
-                else {name: str(entry.value) for name, entry in answer.items()}
-            )
-    return found
+            if isinstance(answer, KafkaError):
+                described[resource.name] = answer.str()
+            elif answer is not None:
+                described[resource.name] = {
+                    name: str(entry.value) for name, entry in answer.items()
+                }
+    return described
 
 
 def _cluster(asking: Any) -> Any:

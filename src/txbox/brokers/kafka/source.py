@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,8 +14,9 @@ import confluent_kafka as client
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from txbox.boundaries import log as _log
-from txbox.brokers.base import Anchored, Anchors, Consumer, Context, Delivery, Facts, Source
+from txbox.brokers.base import Anchored, Anchors, Consumer, Context, Delivery, Source
 from txbox.brokers.envelope import KAFKA, clock
+from txbox.brokers.facts import Facts, of_kafka
 from txbox.brokers.kafka.client import (
     ALL_BROKERS_DOWN,
     FATAL,
@@ -128,7 +128,7 @@ class Kafka(Source):
 
     def examine(self, topics: Sequence[str]) -> Sequence[Facts]:
         """Ask for the retention of topics; it takes the right to DescribeConfigs."""
-        return [_facts(topic, found) for topic, found in settings_of(self._config, topics).items()]
+        return [of_kafka(*described) for described in settings_of(self._config, topics).items()]
 
     def keeps_order(self, topic: str) -> bool:
         """A key maps to one partition, and a partition to one consumer of the group."""
@@ -565,31 +565,3 @@ def delivery_of(raw: client.Message, record: Record, source: str) -> Delivery:
         stored_at=None if kind == client.TIMESTAMP_NOT_AVAILABLE else clock(stored_ms / 1000),
         origin={"source": source, "partition": partition.number, "offset": record.offset},
     )  # fmt: skip
-
-
-def _facts(topic: str, settings: dict[str, str] | KafkaError | None) -> Facts:
-    if settings is None:
-        return Facts(topic=topic, found=False)
-    if isinstance(settings, KafkaError):
-        return Facts(
-            topic=topic,
-            unknown=(
-                f"this user may not see its settings ({settings.str()}): allow DescribeConfigs.",
-            ),
-        )
-    kept_ms, segment_ms = float(settings["retention.ms"]), float(settings["segment.ms"])
-    compacted = "compact" in settings["cleanup.policy"]
-    bounded = kept_ms >= 0 and "delete" in settings["cleanup.policy"]
-    said = f"retention.ms={kept_ms:.0f}, segment.ms={segment_ms:.0f}"
-    return Facts(
-        topic=topic,
-        # a segment goes as a whole, when its last record is old enough
-        replay_s=(kept_ms + segment_ms) / 1000 if bounded else math.inf,
-        kept_s=kept_ms / 1000 if bounded else None,
-        said={
-            "replay_s": f"cleanup.policy={settings['cleanup.policy']}, {said}"
-            if compacted
-            else said,
-            "kept_s": f"retention.ms={kept_ms:.0f}",
-        },
-    )
