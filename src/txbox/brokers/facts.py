@@ -202,12 +202,12 @@ def of_rabbitmq(management: str, path: str, queues: Sequence[str]) -> list[Facts
         ConfigurationError: the API refuses this user.
     """
     host = quote(unquote(path.removeprefix("/")) or "/", safe="")
-    found = {
+    described = {
         queue: _asked(management, f"/api/queues/{host}/{quote(queue, safe='')}") for queue in queues
     }
     return [
         Facts(topic=queue, found=False) if settings is None else _of_queue(queue, settings)
-        for queue, settings in found.items()
+        for queue, settings in described.items()
     ]
 
 
@@ -266,7 +266,7 @@ def _of_queue(queue: str, settings: Mapping[str, Any]) -> Facts:
 
     def limit(*names: str, of: str) -> int | None:
         """Return the lowest of the limits set by arguments and policy: that one applies."""
-        found = [
+        limits = [
             (int(value), shown)
             for name in names
             for value, shown in (
@@ -276,9 +276,9 @@ def _of_queue(queue: str, settings: Mapping[str, Any]) -> Facts:
             # a delivery limit of -1 is none
             if value is not None and int(value) >= 0
         ]
-        if not found:
+        if not limits:
             return None
-        least, shown = min(found)
+        least, shown = min(limits)
         said[of] = f"{shown} {least}{to}"
         return least
 

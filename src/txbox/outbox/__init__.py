@@ -70,8 +70,8 @@ def with_passed_on(headers: Headers, passed: Mapping[str, HeaderValue]) -> Heade
     """Add what is passed on, but for the names that are given already."""
     if not headers:
         return Headers(passed)
-    given = {name.lower() for name in headers.names()}
-    return Headers((*headers, *((name, passed[name]) for name in passed if name not in given)))
+    named = {name.lower() for name in headers.names()}
+    return Headers((*headers, *((name, passed[name]) for name in passed if name not in named)))
 
 
 def id_of(run: Run | None, cause: Message[Any] | None) -> str:
@@ -276,13 +276,13 @@ class Outbox:
     def _route_of(self, message: Outgoing, otherwise: str | None) -> str:
         if isinstance(self._route, str):
             return self._route
-        found = self._route(message.topic, message.type)
-        if found is None and otherwise is None:
+        route = self._route(message.topic, message.type)
+        if route is None and otherwise is None:
             raise ConfigurationError(
                 f"Nobody publishes topic {message.topic!r} and no handler names it: list it in "
                 "app.publish(…, topics=[…]), or register a handler."
             )
-        return otherwise or "" if found is None else found
+        return otherwise or "" if route is None else route
 
 
 def _lock(message: Outgoing) -> int:

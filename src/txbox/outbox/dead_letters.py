@@ -53,8 +53,8 @@ class DeadLetters:
 
         The letter has the message's payload, key, type and headers, plus headers that say who gave it up.
         """
-        found = self._handlers.matching(message.topic, message.type, consumer)
-        topic = found[0].options.dead_letter_topic if found else None
+        handlers = self._handlers.matching(message.topic, message.type, consumer)
+        topic = handlers[0].options.dead_letter_topic if handlers else None
         if topic is None:
             return
         headers = _letter_headers(message, consumer, attempts, error_type)

@@ -97,7 +97,7 @@ class Routes:
             )
         if name is not None:
             _check_name(name, destination)
-        given = Route(
+        route = Route(
             None if isinstance(destination, Local) else destination,
             (), cloudevents=cloudevents, source=source, name=name or "", render=render,
         )  # fmt: skip
@@ -109,13 +109,13 @@ class Routes:
                 raise ConfigurationError(
                     "Two destinations take every topic: name the topics of one of them."
                 )
-            self._others = replace(given, others=True)
+            self._others = replace(route, others=True)
         topics = tuple(topic for topic in named if topic != _ALL)
         for topic in topics:
             if any(topic in other.topics for other in self._named):
                 raise ConfigurationError(f"Topic {topic!r} has two destinations: name it once.")
         if topics:
-            self._named.append(replace(given, topics=topics))
+            self._named.append(replace(route, topics=topics))
         self._of.clear()
 
     def of(self, topic: str, kind: str | None) -> str | None:
@@ -235,10 +235,10 @@ class Routes:
             assert route.destination is not None
             kind, colon, where = route.destination.publisher().name.partition(":")
             # a cluster's hosts may be listed in any order
-            found = kind + colon + ",".join(sorted(where.split(",")))
+            name = kind + colon + ",".join(sorted(where.split(",")))
             if route.cloudevents is not None:
-                found = f"{found} {route.cloudevents} {route.source}"
-            self._names[key] = _bounded(found)
+                name = f"{name} {route.cloudevents} {route.source}"
+            self._names[key] = _bounded(name)
         return self._names[key]
 
 
@@ -268,8 +268,8 @@ def _within(consumers: str) -> str:
 
 
 def _bounded(name: str) -> str:
-    found = name.encode("utf-8", "surrogatepass")
-    if len(found) <= _NAME_BYTES:
+    encoded = name.encode("utf-8", "surrogatepass")
+    if len(encoded) <= _NAME_BYTES:
         return name
-    digest = hashlib.sha256(found).hexdigest()[:16]
-    return f"{found[: _NAME_BYTES - 17].decode('utf-8', 'ignore')} {digest}"
+    digest = hashlib.sha256(encoded).hexdigest()[:16]
+    return f"{encoded[: _NAME_BYTES - 17].decode('utf-8', 'ignore')} {digest}"
