@@ -261,6 +261,8 @@ class PostgreSQL(Server):
         super().__init__(name, "postgresql", ddl_is_transactional=True)
         self._template: str | None = None
         self._state: tuple[str, frozenset[str]] = ("", frozenset())
+        # into each database that is used again: a new connection has no catalog in memory, which costs more than the look
+        self._looks: dict[str, Raw] = {}
 
     def create(self, directory: Path, *, schema: bool) -> str:
         name = _fresh_name()
@@ -287,14 +289,17 @@ class PostgreSQL(Server):
         return self._url(name)
 
     def drop(self, url: str) -> None:
+        if (look := self._looks.pop(url, None)) is not None:
+            look.close()
         self.admin.execute(f'DROP DATABASE IF EXISTS "{_database(url)}" WITH (FORCE)')
 
     def _tidied(self, url: str) -> bool:
         try:
-            with Raw(url) as raw:
-                return tidy_postgresql(raw, self._state)
+            if url not in self._looks:
+                self._looks[url] = Raw(url)
+            return tidy_postgresql(self._looks[url], self._state)
         except psycopg.Error:
-            return False  # its test has dropped it, closed it to logins or locked it
+            return False  # its test has dropped it, closed it to logins, locked it, or ended all sessions
 
     def close(self) -> None:
         if self._template is not None:

@@ -32,7 +32,8 @@ def _alone(look: _Look, others: str, params: tuple[object, ...] = ()) -> bool:
     return True
 
 
-# --- PostgreSQL: everything in the catalogs that a test could have changed, as one hash.
+# --- PostgreSQL: everything in the catalogs that a test could have changed, as one hash. Of oids and stored trees, not of
+# the texts that PostgreSQL makes of them: they are those of the template, and cost a quarter.
 
 # the view of the sessions joins databases and roles, and costs as much as a connection
 _OTHERS = (
@@ -52,21 +53,19 @@ _HERE = (
 _STATE = f"""
 WITH here AS (SELECT * FROM pg_namespace WHERE nspname {_HERE}),
 relation AS (SELECT c.* FROM pg_class c JOIN here h ON h.oid = c.relnamespace)
-SELECT md5(string_agg(line, chr(10) ORDER BY line)) FROM (
+SELECT md5(string_agg(line, chr(10) ORDER BY line COLLATE "C")) FROM (
   SELECT concat_ws('|', 'schema', nspname, nspowner, nspacl) AS line FROM here
   UNION ALL SELECT concat_ws('|', 'relation', relname, relkind, relnamespace, relowner, relacl, reloptions,
     relpersistence, relrowsecurity, relforcerowsecurity, relreplident, relhastriggers, relispartition) FROM relation
-  UNION ALL SELECT concat_ws('|', 'column', attrelid::regclass, attnum, attname, atttypid, atttypmod, attnotnull,
+  UNION ALL SELECT concat_ws('|', 'column', attrelid, attnum, attname, atttypid, atttypmod, attnotnull,
     attstattarget, attstorage, attacl, attoptions, attisdropped, attidentity)
     FROM pg_attribute WHERE attrelid IN (SELECT oid FROM relation)
-  UNION ALL SELECT concat_ws('|', 'default', adrelid::regclass, adnum, pg_get_expr(adbin, adrelid)) FROM pg_attrdef
-  UNION ALL SELECT concat_ws('|', 'constraint', conname, conrelid::regclass, convalidated, pg_get_constraintdef(oid))
+  UNION ALL SELECT concat_ws('|', 'default', adrelid, adnum, adbin) FROM pg_attrdef
+  UNION ALL SELECT concat_ws('|', 'constraint', pg_constraint)
     FROM pg_constraint WHERE connamespace IN (SELECT oid FROM here)
-  UNION ALL SELECT concat_ws('|', 'index', indisvalid, pg_get_indexdef(indexrelid))
-    FROM pg_index WHERE indrelid IN (SELECT oid FROM relation)
-  UNION ALL SELECT concat_ws('|', 'trigger', tgname, tgrelid::regclass, tgenabled, pg_get_triggerdef(oid))
-    FROM pg_trigger
-  UNION ALL SELECT concat_ws('|', 'function', oid::regprocedure, proowner, prosecdef, proacl, proconfig, prosrc)
+  UNION ALL SELECT concat_ws('|', 'index', pg_index) FROM pg_index WHERE indrelid IN (SELECT oid FROM relation)
+  UNION ALL SELECT concat_ws('|', 'trigger', pg_trigger) FROM pg_trigger
+  UNION ALL SELECT concat_ws('|', 'function', oid, proargtypes, proowner, prosecdef, proacl, proconfig, prosrc)
     FROM pg_proc WHERE pronamespace IN (SELECT oid FROM here)
   UNION ALL SELECT concat_ws('|', 'setting', setrole, setconfig) FROM pg_db_role_setting
     WHERE setdatabase = (SELECT oid FROM pg_database WHERE datname = current_database())
