@@ -67,7 +67,7 @@ from txbox.policy import (
     check_policies,
 )
 from txbox.processing.attempt import InboxProtocol
-from txbox.processing.intake import Intake, shown_id
+from txbox.processing.intake import Intake, Mode, shown_id
 from txbox.session import Connections, Raised, Session, blocking, drive, drive_async
 from txbox.store import schema as tables
 from txbox.store.codec import Codec, Columns
@@ -678,9 +678,10 @@ class App:
             await self.look_for_pauses(db)
         settled = await self.intake.take_with_retries(
             db,
-            # messages of a paused consumer are stored for later
-            handler.stored if handler.consumer in self.pauses.paused else handler,
+            handler,
             [message],
+            # messages of a paused consumer are stored for later
+            Mode.STORED if handler.consumer in self.pauses.paused else None,
             for_s=self.limits.unavailable_for.total_seconds(),
         )
         if counts:
@@ -771,7 +772,7 @@ class App:
             began = time.monotonic()
             self.activity.received(handler.consumer, len(indexes))
             settled = await self.intake.take(
-                db, handler.stored, [messages[index] for index in indexes]
+                db, handler, [messages[index] for index in indexes], Mode.STORED
             )
             for index, answer in zip(indexes, settled, strict=True):
                 answers[index][handler.consumer] = answer.outcome

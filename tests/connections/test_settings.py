@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,10 +13,11 @@ from tests.connections.test_base_conformance import every
 from tests.connections.test_base_processing import app_of
 from tests.support.connections import KINDS, Given, do
 from tests.support.databases import Raw
+from tests.support.leasing import Leasing
 from txbox import App, Message, Outcome, session
 from txbox.connections.settings import Settings
 from txbox.events import Event, HandlerRunsAlone
-from txbox.processing.intake import Leasing
+from txbox.processing.intake import Mode
 from txbox.session import drive, drive_async
 
 pytestmark = pytest.mark.every_database
@@ -138,8 +138,7 @@ class Tenants:
         if way != "stored":
             answers = self.drive(app.intake.take, self.handler, messages)
         else:
-            leasing = Leasing(app.lease, secrets.token_hex(16))
-            self.drive(app.intake.take, self.handler, messages, leasing=leasing)
+            leasing = Leasing(self.drive(app.intake.take, self.handler, messages, Mode.LEASED))
             answers = self.drive(
                 app.protocol.run_leased_many, self.handler, leasing.rows, leasing.token
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.databases import NewDatabase, Raw
+from tests.support.leasing import Leasing
 from tests.support.shop import CONSUMER, Shop, add_effect, as_id, execute, opened, paid, quarantined
 from tests.support.waiting import DEADLINE_S, eventually
 from txbox import Message, Outbox, Outcome, Reject, RetryPolicy
@@ -26,7 +26,7 @@ from txbox.events import (
     MessageQuarantined,
 )
 from txbox.handlers import Handler
-from txbox.processing.intake import Leasing
+from txbox.processing.intake import Mode
 from txbox.session import drive
 from txbox.store.dialect import as_time
 
@@ -69,8 +69,7 @@ class Batch:
         if self.way != "leased":
             settled = drive(app.database.sync, app.intake.take, handler, messages)
             return [answer.outcome for answer in settled]
-        leasing = Leasing(app.lease, secrets.token_hex(16))
-        drive(app.database.sync, app.intake.take, handler, messages, leasing=leasing)
+        leasing = Leasing(drive(app.database.sync, app.intake.take, handler, messages, Mode.LEASED))
         return [
             answer.outcome
             for answer in drive(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.databases import NewDatabase, Raw
+from tests.support.leasing import Leasing
 from tests.support.meddling import Verb, drive_meddled
 from tests.support.proxy import Cut, Proxy
 from tests.support.shop import CONSUMER, Shop, add_effect, create_effects, execute, opened, paid
@@ -20,7 +20,7 @@ from txbox.events import Event, MessageDead, MessageFailed
 from txbox.handlers import Handler
 from txbox.policy import Batching
 from txbox.processing import attempt as pace
-from txbox.processing.intake import Leasing
+from txbox.processing.intake import Mode
 from txbox.session import Statements, drive
 
 pytestmark = pytest.mark.every_database
@@ -99,13 +99,14 @@ def test_rows_whose_commit_is_in_doubt_are_decided_one_by_one(
 ) -> None:
     with behind_proxy(new_database("postgresql"), retries) as (shop, proxy):
         handler = shop.handler(mode="stored")
-        leasing = Leasing(shop.app.lease, secrets.token_hex(16))
-        drive(
-            shop.app._any_sync(),
-            shop.app.intake.take_with_retries,
-            handler,
-            [*map(paid, IDS)],
-            leasing=leasing,
+        leasing = Leasing(
+            drive(
+                shop.app._any_sync(),
+                shop.app.intake.take_with_retries,
+                handler,
+                [*map(paid, IDS)],
+                Mode.LEASED,
+            )
         )
         proxy.cut = cut
         settled = drive(
@@ -140,13 +141,14 @@ def test_rows_that_left_their_transaction_together_are_never_run_again(shop: Sho
         execute(tx, "COMMIT")
 
     handler = shop.handler(escapes, mode="stored")
-    leasing = Leasing(shop.app.lease, secrets.token_hex(16))
-    drive(
-        shop.app._any_sync(),
-        shop.app.intake.take_with_retries,
-        handler,
-        [*map(paid, IDS)],
-        leasing=leasing,
+    leasing = Leasing(
+        drive(
+            shop.app._any_sync(),
+            shop.app.intake.take_with_retries,
+            handler,
+            [*map(paid, IDS)],
+            Mode.LEASED,
+        )
     )
     settled = drive(
         shop.app._any_sync(),
@@ -181,14 +183,15 @@ def test_a_conflict_makes_batches_small_and_is_no_attempt(
             version.committed(version.messages, 0.0)
         assert version.messages > 2
         if way == "leased":
-            leasing = Leasing(shop.app.lease, secrets.token_hex(16))
             messages = [*map(paid, IDS)]
-            drive(
-                shop.app._any_sync(),
-                shop.app.intake.take_with_retries,
-                handler,
-                messages,
-                leasing=leasing,
+            leasing = Leasing(
+                drive(
+                    shop.app._any_sync(),
+                    shop.app.intake.take_with_retries,
+                    handler,
+                    messages,
+                    Mode.LEASED,
+                )
             )
             settled = drive(
                 shop.app._any_sync(),
@@ -274,13 +277,14 @@ def test_a_row_whose_id_another_thread_has_is_given_back_with_its_start(
 
 def _check_given_back(shop: Shop, own_ids: list[str]) -> None:
     handler, app = shop.handler(mode="stored"), shop.app
-    leasing = Leasing(app.lease, secrets.token_hex(16))
-    drive(
-        app._any_sync(),
-        app.intake.take_with_retries,
-        handler,
-        [*map(paid, own_ids)],
-        leasing=leasing,
+    leasing = Leasing(
+        drive(
+            app._any_sync(),
+            app.intake.take_with_retries,
+            handler,
+            [*map(paid, own_ids)],
+            Mode.LEASED,
+        )
     )
     assert app.protocol.in_flight.enter(CONSUMER, "m0") is None
     settled = drive(

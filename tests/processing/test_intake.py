@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from datetime import timedelta
 from typing import Any
@@ -17,7 +16,7 @@ from tests.support.waiting import DEADLINE_S, eventually
 from txbox import Inbox, Limits, Outcome
 from txbox.handlers import Handler
 from txbox.outcome import Answer
-from txbox.processing.intake import Leasing
+from txbox.processing.intake import Mode
 from txbox.session import Session, Statements, drive
 
 pytestmark = pytest.mark.every_database
@@ -32,9 +31,9 @@ _WAITING = (
 async def taking(
     db: Session, shop: Shop, handler: Handler, ids: list[str], leased: bool
 ) -> list[Answer]:
-    leasing = Leasing(shop.app.lease, secrets.token_hex(16)) if leased else None
+    mode = Mode.LEASED if leased else None
     return await shop.app.intake.take(
-        db, handler, [paid(message_id, key="k") for message_id in ids], leasing=leasing
+        db, handler, [paid(message_id, key="k") for message_id in ids], mode
     )
 
 

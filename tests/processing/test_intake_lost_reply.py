@@ -10,7 +10,7 @@ import pytest
 from txbox import App, Message, Outcome
 from txbox.connections.psycopg import PsycopgConnection
 from txbox.errors import Fault, StoreUnavailable
-from txbox.processing.intake import Leasing
+from txbox.processing.intake import Mode
 from txbox.session import Result, Statement, drive
 from txbox.store import leases
 
@@ -39,9 +39,7 @@ def test_rows_stored_by_a_commit_in_doubt_are_given_back(
         drive(connections, app.protocol.check_schema)
         monkeypatch.setattr(PsycopgConnection, "commit_then", committed)
         messages: list[Message[Any]] = [Message(id=str(n), topic="orders") for n in range(3)]
-        answers = drive(
-            connections, app.intake.take_with_retries, handler, messages, leasing=Leasing(app.lease)
-        )
+        answers = drive(connections, app.intake.take_with_retries, handler, messages, Mode.LEASED)
         assert [answer.outcome for answer in answers] == [Outcome.DEFERRED] * 3
         due = drive(
             connections,

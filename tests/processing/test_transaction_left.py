@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 import psycopg
 import pytest
 
+from tests.support.leasing import Leasing
 from tests.support.shop import Shop, add_effect, execute, opened, paid, statuses
 from txbox import Message, Outcome
 from txbox.events import TransactionRetried
 from txbox.handlers import Handler
-from txbox.processing.intake import Leasing
+from txbox.processing.intake import Mode
 from txbox.session import drive
 from txbox.testing import meanwhile
 
@@ -88,13 +88,17 @@ def take(shop: Shop, handler: Handler, ids: list[str], way: str) -> list[Outcome
     if way != "leased":
         settled = drive(shop.app._any_sync(), shop.app.intake.take, handler, messages)
         return [answer.outcome for answer in settled]
-    token = secrets.token_hex(16)
-    leasing = Leasing(shop.app.lease, token)
-    drive(shop.app._any_sync(), shop.app.intake.take, handler, messages, leasing=leasing)
+    leasing = Leasing(
+        drive(shop.app._any_sync(), shop.app.intake.take, handler, messages, Mode.LEASED)
+    )
     return [
         answer.outcome
         for answer in drive(
-            shop.app._any_sync(), shop.app.protocol.run_leased_many, handler, leasing.rows, token
+            shop.app._any_sync(),
+            shop.app.protocol.run_leased_many,
+            handler,
+            leasing.rows,
+            leasing.token,
         )
     ]
 

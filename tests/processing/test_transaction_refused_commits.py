@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -13,6 +12,7 @@ from tests.support.connections import KINDS, Kind
 from tests.support.contract.bench import Bench, Trial
 from tests.support.contract.breaking import Expected, Hand, Misbehaviour
 from tests.support.databases import Raw
+from tests.support.leasing import Leasing
 from tests.support.meddling import Verb, drive_meddled
 from tests.support.shop import (
     CONSUMER,
@@ -30,7 +30,7 @@ from txbox.admin import Admin, InboxFilter
 from txbox.errors import Fault, StoreError
 from txbox.events import ConsumptionPaused, MessageDead, MessageFailed
 from txbox.handlers import Handler
-from txbox.processing.intake import Leasing
+from txbox.processing.intake import Mode
 from txbox.session import Statements, drive
 
 pytestmark = pytest.mark.every_database
@@ -100,10 +100,10 @@ def test_poison_at_commit_costs_only_itself(shop: Shop, way: str) -> None:
         for _ in range(50):
             pace.failed(8)
     if way == "leased":
-        token = secrets.token_hex(16)
-        leasing = Leasing(shop.app.lease, token)
         messages = [*map(paid, IDS)]
-        drive(shop.app._any_sync(), shop.app.intake.take, handler, messages, leasing=leasing)
+        leasing = Leasing(
+            drive(shop.app._any_sync(), shop.app.intake.take, handler, messages, Mode.LEASED)
+        )
         outcomes = [
             answer.outcome
             for answer in drive(
@@ -111,7 +111,7 @@ def test_poison_at_commit_costs_only_itself(shop: Shop, way: str) -> None:
                 shop.app.protocol.run_leased_many,
                 handler,
                 leasing.rows,
-                token,
+                leasing.token,
             )
         ]
     else:

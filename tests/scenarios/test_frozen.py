@@ -14,13 +14,14 @@ import pytest
 
 from tests.support.databases import Raw
 from tests.support.effect import AT_ONCE, add_effect
+from tests.support.leasing import Leasing
 from tests.support.shop import TOPIC, create_effects, paid, statuses
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
 from txbox import App, Lease, Message, session
 from txbox.errors import StoreError
-from txbox.processing.intake import Leasing
+from txbox.processing.intake import Mode
 from txbox.session import drive
 from txbox.store import leases
 from txbox.store.codec import Leased
@@ -75,8 +76,8 @@ def live(app: App, consumer: str, message: Message[Any]) -> None:
         options: Any = {"limit": 1, "lease": app.lease, "suspect": False}
         return drive(db, leases.lease, store, consumer, token=token, **options)
 
-    first, ids = Leasing(app.lease), [str(message.id)]
-    drive(db, app.intake.take_with_retries, handler, [message], leasing=first)
+    ids = [str(message.id)]
+    first = Leasing(drive(db, app.intake.take_with_retries, handler, [message], Mode.LEASED))
     drive(db, leases.heartbeat, store, consumer, ids, token=first.token, lease=app.lease)
     # none, where another has done it meanwhile
     for row in first.rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from datetime import timedelta
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from tests.support.blocked import acquired
 from tests.support.databases import NewDatabase
+from tests.support.leasing import Leasing
 from tests.support.shop import (
     CONSUMER,
     TOPIC,
@@ -29,7 +29,7 @@ from txbox.handlers import Handler
 from txbox.policy import Batching
 from txbox.processing import attempt as pace
 from txbox.processing.attempt import BatchSize
-from txbox.processing.intake import Leasing
+from txbox.processing.intake import Mode
 from txbox.session import Statement, drive
 
 pytestmark = pytest.mark.every_database
@@ -151,9 +151,10 @@ def test_rows_whose_lease_is_anothers_by_now_are_left_to_it(shop: Shop, savepoin
     if savepoints:
         for _ in range(200):
             pace_of(shop, handler).failed(4)
-    leasing = Leasing(shop.app.lease, secrets.token_hex(16))
     arrived = [paid(message_id) for message_id in IDS]
-    drive(shop.app._any_sync(), shop.app.intake.take, handler, arrived, leasing=leasing)
+    leasing = Leasing(
+        drive(shop.app._any_sync(), shop.app.intake.take, handler, arrived, Mode.LEASED)
+    )
     rescued = "UPDATE txbox_inbox SET token = 'another' WHERE message_id = ?"
     finished = "UPDATE txbox_inbox SET status = 'dead', token = NULL, lease_until = NULL WHERE message_id = ?"
     shop.force(rescued, (as_id(shop.raw, IDS[0]),))
@@ -332,8 +333,9 @@ def _seen(shop: Shop, way: str, messages: int, **options: Any) -> set[tuple[str,
     )
     chosen = [paid(f"m{number}") for number in range(messages)]
     if way == "leased":
-        leasing = Leasing(shop.app.lease, secrets.token_hex(16))
-        drive(shop.app._any_sync(), shop.app.intake.take, handler, chosen, leasing=leasing)
+        leasing = Leasing(
+            drive(shop.app._any_sync(), shop.app.intake.take, handler, chosen, Mode.LEASED)
+        )
         settled = drive(
             shop.app._any_sync(),
             shop.app.protocol.run_leased_many,

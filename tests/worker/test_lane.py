@@ -21,6 +21,7 @@ from txbox.brokers.base import Delivery
 from txbox.events import MessageDuplicate
 from txbox.handlers import Handler
 from txbox.processing.attempt import BatchSize
+from txbox.processing.intake import Mode
 from txbox.session import Session
 
 MESSAGES = 300
@@ -44,10 +45,10 @@ def batches_of(app: App, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Handler,
     take = app.intake.take_with_retries
 
     def recorded(
-        db: Session, handler: Handler, messages: Sequence[Message[Any]], **options: Any
+        db: Session, handler: Handler, messages: Sequence[Message[Any]], mode: Mode, **options: Any
     ) -> Any:
         taken.append((handler, [str(message.id) for message in messages]))
-        return take(db, handler, messages, **options)
+        return take(db, handler, messages, mode, **options)
 
     monkeypatch.setattr(app.intake, "take_with_retries", recorded)
     return taken

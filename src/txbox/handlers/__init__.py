@@ -485,11 +485,6 @@ class Handler:
             return False
         return self.types is None or other.types is None or bool(self.types & other.types)
 
-    @property
-    def stored(self) -> Handler:
-        """The same handler, with `mode="stored"`."""
-        return replace(self, options=replace(self.options, mode="stored"))
-
     @functools.cached_property
     def timeout_s(self) -> float | None:
         """How long one call may take."""

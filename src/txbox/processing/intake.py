@@ -6,11 +6,12 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
+from enum import Enum
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from txbox.boundaries import Boundary, is_contents
 from txbox.errors import Fault, StoreError, UnusableMessage
@@ -35,19 +36,37 @@ _QUARANTINED = Answer(Outcome.QUARANTINED)
 _STORED = Answer(Outcome.DEFERRED)
 
 
-@dataclass(slots=True)
-class Leasing:
-    """A lease on messages, acquired in the transaction that stores them.
+class Mode(Enum):
+    """How messages are processed (promises 4.4 to 4.6)."""
 
-    Attributes:
-        rows: what was leased under the token, in the order of the messages.
-        given_back: a row was stored that is not run here; it is due in the table.
-    """
+    INLINE = "inline"  # at once
+    LEASED = "leased"  # stored and leased first, so that its run is counted before it begins
+    STORED = "stored"  # later, from the table
+
+
+_AT_ONCE = (None, Mode.INLINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedAnswer(Answer):
+    """DEFERRED: the message is stored and leased under the token, for the caller to run."""
+
+    leased: Leased
+    token: str
+
+
+class ReleasedAnswer(Answer):
+    """DEFERRED: an earlier try has stored and leased the message; its lease is released, and it is due in the table."""
+
+
+_RELEASED = ReleasedAnswer(Outcome.DEFERRED)
+
+
+class _Leasing(NamedTuple):
+    """A lease to take on what is stored, in the same transaction."""
 
     lease: Lease
-    token: str = field(default_factory=lambda: secrets.token_hex(16))
-    rows: list[Leased] = field(default_factory=list[Leased])
-    given_back: bool = False
+    token: str
 
 
 class Intake:
@@ -61,8 +80,8 @@ class Intake:
         db: Session,
         handler: Handler,
         messages: Sequence[Message[Any]],
+        mode: Mode | None = None,
         *,
-        leasing: Leasing | None = None,
         holder: Holder | None = None,
         received: Sequence[float] | None = None,
         for_s: float | None = None,
@@ -90,7 +109,9 @@ class Intake:
                     self.take,
                     handler=handler,
                     messages=messages,
-                    leasing=leasing,
+                    mode=mode,
+                    # the same each time: a row that an earlier try has stored is recognised by it
+                    token=secrets.token_hex(16) if mode is Mode.LEASED else "",
                     holder=holder,
                     received=received,
                     for_s=for_s,
@@ -112,8 +133,9 @@ class Intake:
         db: Session,
         handler: Handler,
         messages: Sequence[Message[Any]],
+        mode: Mode | None = None,
         *,
-        leasing: Leasing | None = None,
+        token: str = "",
         holder: Holder | None = None,
         received: Sequence[float] | None = None,
         for_s: float | None = None,
@@ -123,8 +145,8 @@ class Intake:
         Copies of one id share the first one's fate; a copy with another payload is quarantined.
 
         Args:
-            leasing: store and lease new messages, for the caller to run; their outcome is DEFERRED. For work
-                that must be counted, or belong to one worker, before it begins (promises 4.4, 4.6).
+            mode: None for the handler's.
+            token: of the leases, if the mode is LEASED: each new message then gets a `LeasedAnswer`.
             holder: of the ids, for a lane that runs one batch behind another; see `waiting.Holder`.
             received: when each arrived, by `time.monotonic`; None for now.
             for_s: how long to wait for the database when a handler without a transaction has run.
@@ -132,7 +154,7 @@ class Intake:
         Guarantee: an outcome that settles is on disk, as a finished row, a stored payload or a
         quarantine row.
         """
-        if len(messages) == 1 and leasing is None and handler.plain:
+        if len(messages) == 1 and mode in _AT_ONCE and handler.plain:
             (message,) = messages
             try:
                 arrival = self._arrival(handler, message)
@@ -166,7 +188,11 @@ class Intake:
         if not known:
             return list(aside.values())
         arrivals = list(known.values())
-        if leasing is not None or handler.options.mode == "stored":
+        mode = mode or Mode(handler.options.mode)
+        if mode is not Mode.INLINE:
+            leasing = None
+            if mode is Mode.LEASED:
+                leasing = _Leasing(self._protocol.lease, token or secrets.token_hex(16))
             answers = await self.store(db, handler, arrivals, leasing)
         elif handler.options.transactional:
             answers = await self._protocol.deliver(db, handler, arrivals, holder)
@@ -199,7 +225,9 @@ class Intake:
         seen: set[str] = set()
         for index, (message, message_id) in enumerate(zip(messages, ids, strict=True)):
             answer = answers[message_id] if message_id else aside[index]
-            if message_id in seen and answer.outcome in (Outcome.PROCESSED, Outcome.DUPLICATE):
+            if message_id in seen and isinstance(answer, LeasedAnswer):
+                answer = _STORED
+            elif message_id in seen and answer.outcome in (Outcome.PROCESSED, Outcome.DUPLICATE):
                 if answer.outcome is Outcome.PROCESSED:
                     answer = DUPLICATE
                 if self._protocol.events:
@@ -217,7 +245,7 @@ class Intake:
         db: Session,
         handler: Handler,
         arrivals: Sequence[Arrival],
-        leasing: Leasing | None = None,
+        leasing: _Leasing | None = None,
     ) -> dict[str, Answer]:
         """Store messages, pending or leased, to be processed from the table; returns DEFERRED for new ones.
 
@@ -239,7 +267,7 @@ class Intake:
             return {arrival.message_id: answer}
 
     async def _store(
-        self, db: Session, handler: Handler, arrivals: Sequence[Arrival], leasing: Leasing | None
+        self, db: Session, handler: Handler, arrivals: Sequence[Arrival], leasing: _Leasing | None
     ) -> dict[str, Answer]:
         protocol, consumer = self._protocol, handler.consumer
         # sorted by id, so that two stores wait for each other instead of deadlocking, unless the order counts
@@ -249,10 +277,9 @@ class Intake:
             else sorted(arrivals, key=attrgetter("message_id"))
         )
         settled: dict[str, Answer] = {}
-        rows_of: dict[str, Leased] = {}
         for _ in range(AGAIN_MAX):
             try:
-                fresh, existing, rows = await self._insert(db, consumer, ordered, leasing)
+                fresh, rows = await self._insert(db, consumer, ordered, leasing)
             except (UnusableMessage, StoreError) as error:
                 of_content = is_of_content(error)
                 locked = isinstance(error, StoreError) and error.fault is Fault.LOCK_TIMEOUT
@@ -268,17 +295,19 @@ class Intake:
                     db, consumer, arrival.message, arrival.message_id, str(error), arrival.hash
                 )
                 return {**settled, arrival.message_id: _QUARANTINED}
-            rows_of.update((leased.arrival.message_id, leased) for leased in existing)
-            if leasing is not None:
-                await self._give_back(db, consumer, rows, leasing)
+            released = await self._release(db, consumer, rows, leasing)
             gone: list[Arrival] = []
             for arrival in ordered:
                 if arrival.message_id in fresh:
-                    settled[arrival.message_id] = self._new(consumer, arrival)
+                    self._emit_stored(consumer, arrival)
+                    settled[arrival.message_id] = fresh[arrival.message_id]
                 elif arrival.message_id in rows:
-                    settled[arrival.message_id] = await protocol.settle_existing(
+                    answer = await protocol.settle_existing(
                         db, handler, arrival, rows[arrival.message_id]
                     )
+                    if arrival.message_id in released and answer.outcome is Outcome.DEFERRED:
+                        answer = _RELEASED
+                    settled[arrival.message_id] = answer
                 else:
                     gone.append(arrival)
             if not gone:
@@ -287,60 +316,64 @@ class Intake:
             ordered = gone
         else:
             raise out_of_sight(consumer)
-        if leasing is not None:
-            order = [arrival.message_id for arrival in arrivals if arrival.message_id in rows_of]
-            leasing.rows += [rows_of[message_id] for message_id in order]
         return settled
 
     async def _insert(
-        self, db: Session, consumer: str, arrivals: Sequence[Arrival], leasing: Leasing | None
-    ) -> tuple[set[str], list[Leased], dict[str, Existing]]:
-        """Insert in a transaction of its own; returns the new ids, which are leased, and the rows of the others."""
+        self, db: Session, consumer: str, arrivals: Sequence[Arrival], leasing: _Leasing | None
+    ) -> tuple[dict[str, Answer], dict[str, Existing]]:
+        """Insert in a transaction of its own; returns the answers for the new ids, and the rows of the others."""
         store, bound = self._protocol.store, self._protocol.limits.lock_timeout
-        existing: list[Leased] = []
+        fresh: dict[str, Answer]
         if leasing is None:
             token = secrets.token_hex(16)
             insert = store.storing(consumer, arrivals, token=token)
             results = await db.begin(store.begin_bounded(bound, insert))
-            fresh = await store.stored(db, consumer, arrivals, results[-1], token=token)
+            new = await store.stored(db, consumer, arrivals, results[-1], token=token)
+            fresh = dict.fromkeys(new, _STORED)
         else:
-            token, lease = leasing.token, leasing.lease
+            lease, token = leasing
             insert = leases.storing(store, consumer, arrivals, token=token, lease=lease)
             results = await db.begin(store.begin_bounded(bound, insert))
-            existing = await leases.stored(
+            rows_leased = await leases.stored(
                 db, store, consumer, arrivals, results[-1], token=token, lease=lease
             )
-            fresh = {leased.arrival.message_id for leased in existing}
+            fresh = {
+                leased.arrival.message_id: LeasedAnswer(
+                    Outcome.DEFERRED, leased=leased, token=token
+                )
+                for leased in rows_leased
+            }
         rows = await store.classify(
             db,
             consumer,
             [arrival.message_id for arrival in arrivals if arrival.message_id not in fresh],
         )
         await db.commit(store.commit_bounded())
-        return fresh, existing, rows
+        return fresh, rows
 
-    async def _give_back(
-        self, db: Session, consumer: str, rows: dict[str, Existing], leasing: Leasing
-    ) -> None:
+    async def _release(
+        self, db: Session, consumer: str, rows: dict[str, Existing], leasing: _Leasing | None
+    ) -> list[str]:
         """Release rows stored by a COMMIT whose answer was lost: no worker runs them, so they must not stay leased."""
+        if leasing is None:
+            return []
         ours = [message_id for message_id, row in rows.items() if row.token == leasing.token]
         if ours:
-            leasing.given_back = True
             await leases.release(
                 db, self._protocol.store, consumer, ours, token=leasing.token, delay_s=0.0
             )
+        return ours
 
-    def _new(self, consumer: str, arrival: Arrival) -> Answer:
+    def _emit_stored(self, consumer: str, arrival: Arrival) -> None:
         if self._protocol.events:
             self._protocol.events.emit(
                 MessageStored(
                     consumer=consumer, message_id=arrival.message_id, topic=arrival.message.topic
                 )
             )
-        return _STORED
 
     async def _stored_apart(
-        self, db: Session, handler: Handler, arrivals: Sequence[Arrival], leasing: Leasing | None
+        self, db: Session, handler: Handler, arrivals: Sequence[Arrival], leasing: _Leasing | None
     ) -> dict[str, Answer]:
         """Store one by one, since another transaction holds the id of one, or one cannot be stored."""
         settled: dict[str, Answer] = {}
@@ -364,11 +397,12 @@ class Intake:
         settled: dict[str, Answer] = {}
         for arrival in arrivals:
             # one by one, so that no lease runs down while another message is being processed
-            leasing = Leasing(lease)
+            leasing = _Leasing(lease, secrets.token_hex(16))
             settled.update(await self.store(db, handler, [arrival], leasing))
-            for leased in leasing.rows:
+            answer = settled[arrival.message_id]
+            if isinstance(answer, LeasedAnswer):
                 settled[arrival.message_id] = await self._protocol.run_leased(
-                    db, handler, leased, leasing.token, for_s=for_s
+                    db, handler, answer.leased, answer.token, for_s=for_s
                 )
         return settled
 

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from enum import Enum
 from functools import partial
 from types import coroutine
 from typing import Any, Protocol, TypeVar
@@ -29,7 +28,7 @@ from txbox.handlers import Handler
 from txbox.message import Message
 from txbox.outcome import Answer, Outcome
 from txbox.policy import Backoff
-from txbox.processing.intake import Leasing
+from txbox.processing.intake import LeasedAnswer, Mode, ReleasedAnswer
 from txbox.processing.waiting import Holder
 from txbox.session import Connection, Connections, Result, Session, Statement, Statements, at
 from txbox.worker.agenda import Run
@@ -255,25 +254,20 @@ class Lane:
 
     def _prepared(self, db: LaneSession, batch: list[Work]) -> Prepared:
         """Run a batch up to its first transaction, without sending anything."""
-        first, handler = batch[0], batch[0].modes.handler
-        leasing: Leasing | None = None
-        if self._table.paused:
-            handler = handler.stored
-        elif first.mode is Mode.STORED:
-            if self._runs_stored(first):
-                leasing = Leasing(self._app.lease)
-            else:
-                handler = handler.stored
+        first = batch[0]
+        mode = Mode.STORED if self._table.paused else first.mode
+        if mode is Mode.STORED and not self._table.paused and self._runs_stored(first):
+            mode = Mode.LEASED
         operation = self._app.intake.take_with_retries(
             db,
-            handler,
+            first.modes.handler,
             [work.message for work in batch],
-            leasing=leasing,
+            mode,
             holder=self._holder,
             received=[work.received for work in batch],
             stop=self._stop,
         )
-        return Prepared(db, batch, operation, leasing)
+        return Prepared(db, batch, operation, mode)
 
     def begin(self, db: LaneSession) -> Statements | None:
         """The claim of the next batch, if a full one is here: waiting would not make it larger.
@@ -309,20 +303,22 @@ class Lane:
 
     async def _deliver(self, db: LaneSession, prepared: Prepared) -> None:
         """Run or store a batch and settle it; the rows that it has leased are run next."""
-        batch, leasing, began = prepared.batch, prepared.leasing, time.monotonic()
+        batch, began = prepared.batch, time.monotonic()
         try:
-            with db.followed_by(self if leasing is None else None):
+            with db.followed_by(None if prepared.mode is Mode.LEASED else self):
                 answers = await prepared.answers()
         except Exception as error:  # noqa: BLE001  # see contain
             answers = self._unsettled(db, batch, error)
-        if leasing is not None:
-            self._rows.extend(self._leased(batch, leasing))
-        deferred = self._settled(batch, answers, began)
-        if deferred if leasing is None else leasing.given_back:
+        leased = prepared.mode is Mode.LEASED
+        if leased:
+            self._rows.extend(self._leased(batch, answers))
+        if self._settled(batch, answers, began, leased=leased):
             self._table.mark_due()
 
-    def _settled(self, batch: list[Work], answers: list[Answer], began: float) -> bool:
-        """Settle the deliveries with a settling answer and keep the others; returns whether one was deferred."""
+    def _settled(
+        self, batch: list[Work], answers: list[Answer], began: float, *, leased: bool
+    ) -> bool:
+        """Settle the deliveries with a settling answer and keep the others; returns whether one waits in the table."""
         self._app.activity.settled(self._table.consumer, answers, batch, began)
         done: list[Work] = []
         deferred = failed = False
@@ -334,7 +330,8 @@ class Lane:
             if work.backoff is not None:
                 self._unblock(work)
             if settled.outcome is Outcome.DEFERRED:
-                deferred = True
+                # of what is leased, this lane runs the new ones, and whoever has a lease the others
+                deferred = deferred or not leased or isinstance(settled, ReleasedAnswer)
             elif settled.outcome is Outcome.FAILED:
                 failed = True
         if failed or batch[0].modes.handler.options.sequence is not None:
@@ -348,16 +345,17 @@ class Lane:
 
         Nobody else can take these rows until the lane is done with them, which keeps their order.
         """
-        handler, leasing = batch[0].modes.handler, Leasing(self._app.lease)
-        began = time.monotonic()
+        handler, began = batch[0].modes.handler, time.monotonic()
         try:
             answers: list[Answer] = await self._app.intake.take_with_retries(
-                db, handler, [work.message for work in batch], leasing=leasing, stop=self._stop
+                db, handler, [work.message for work in batch], Mode.LEASED, stop=self._stop
             )
         except Exception as error:  # noqa: BLE001  # see contain
             answers = self._unsettled(db, batch, error)
         self._app.activity.settled(handler.consumer, answers, batch, began)
-        rows = deque(self._leased(batch, leasing))
+        rows = deque(self._leased(batch, answers))
+        if not rows:
+            self._table.mark_due()
         done: list[Work] = []
         waiting: list[Work] = []
         for work, settled in zip(batch, answers, strict=True):
@@ -375,8 +373,6 @@ class Lane:
                 await self._run(db, [rows.popleft()])
         finally:
             self._table.put_back(rows)
-        if not leasing.rows:
-            self._table.mark_due()
         settle(waiting)
 
     def _unsettled(self, db: Session, batch: list[Work], error: Exception) -> list[Answer]:
@@ -408,10 +404,14 @@ class Lane:
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def _leased(self, batch: list[Work], leasing: Leasing) -> list[Row]:
+    def _leased(self, batch: list[Work], answers: list[Answer]) -> list[Row]:
         """The rows that a batch has leased; their leases are extended from now on."""
         handler = batch[0].modes.handler
-        rows = [Row(handler, leased, leasing.token, False) for leased in leasing.rows]
+        rows = [
+            Row(handler, answer.leased, answer.token, False)
+            for answer in answers
+            if isinstance(answer, LeasedAnswer)
+        ]
         self._table.keep(rows)
         return rows
 
@@ -637,20 +637,20 @@ class Prepared:
 
     Attributes:
         statements: what its transaction begins with; None if something else comes first.
-        leasing: the lease to take, if the batch is stored.
+        mode: how its messages are processed.
     """
 
-    __slots__ = ("_operation", "batch", "leasing", "statements")
+    __slots__ = ("_operation", "batch", "mode", "statements")
 
     def __init__(
         self,
         db: LaneSession,
         batch: list[Work],
         operation: Coroutine[Any, Any, list[Answer]],
-        leasing: Leasing | None = None,
+        mode: Mode = Mode.INLINE,
     ) -> None:
         self.batch = batch
-        self.leasing = leasing
+        self.mode = mode
         self._operation = operation
         self.statements = db.prepare(operation)
 
@@ -664,14 +664,6 @@ class Prepared:
 
 
 # -- what a lane works on ---------------------------------------------------------------------
-
-
-class Mode(Enum):
-    """How a delivery is processed (promises 4.4 to 4.6)."""
-
-    INLINE = "inline"
-    LEASED = "leased"  # stored and leased first, so that its run is counted before it begins
-    STORED = "stored"
 
 
 class HandlerModes:

@@ -15,10 +15,11 @@ import pytest
 from tests.support.connections import KINDS, Kind
 from tests.support.contract.breaking import Hand, Misbehaviour
 from tests.support.databases import Raw
+from tests.support.leasing import Leasing
 from tests.support.shop import AT_ONCE, Row, effects, the_row
 from txbox import App, Message, Outcome
 from txbox.handlers import Handler
-from txbox.processing.intake import Leasing
+from txbox.processing.intake import Mode
 from txbox.session import drive, drive_async
 from txbox.store import leases
 
@@ -167,12 +168,14 @@ class Trial:
 
     def work_batch(self) -> list[Outcome]:
         """Store the batch, lease it, and run it in one transaction."""
-        bench, token = self.bench, secrets.token_hex(16)
-        leasing = Leasing(bench.app.lease, token)
-        bench.drive(bench.app.intake.take, self.handler, self.batch, leasing=leasing)
+        bench = self.bench
+        leasing = Leasing(bench.drive(bench.app.intake.take, self.handler, self.batch, Mode.LEASED))
         assert len(leasing.rows) == 5
         many = bench.app.protocol.run_leased_many
-        return [answer.outcome for answer in bench.drive(many, self.handler, leasing.rows, token)]
+        return [
+            answer.outcome
+            for answer in bench.drive(many, self.handler, leasing.rows, leasing.token)
+        ]
 
     def behave(self) -> None:
         """From now on the handler keeps its contract."""
