@@ -357,10 +357,13 @@ class Session:
         if idle_limit:
             statements = (*idle_limit, *statements)
         at("before:begin")
-        results = await self._sent(
-            statements, lambda connection: connection.begin_meanwhile(statements, meanwhile)
-        )
-        return results[len(idle_limit) :]
+
+        def send(connection: Connection) -> Awaitable[list[Result]]:
+            if meanwhile is None:
+                return connection.begin(statements)
+            return connection.begin_meanwhile(statements, meanwhile)
+
+        return (await self._sent(statements, send))[len(idle_limit) :]
 
     async def _sent(
         self,
@@ -453,7 +456,11 @@ class Session:
         del goes_on
         self._waits[self] = time.monotonic()
         try:
-            results = await connection.commit_then(statements, then)
+            results = await (
+                connection.commit(statements)
+                if then is None
+                else connection.commit_then(statements, then)
+            )
         except StoreError as error:
             self._away(error)
             raise

@@ -266,7 +266,8 @@ class Pool(ConnectionSource, ABC, Generic[C]):
     async def release(self, connection: C) -> None:
         if not connection.lost:
             connection.restore()
-            if not connection.stained or await connection.reset():
+            clean = connection.changed is None or not connection.stained
+            if clean or await connection.reset():
                 connection.changed = None
                 with self._lock:
                     if len(self._idle) < self._kept:
@@ -287,7 +288,8 @@ class Pool(ConnectionSource, ABC, Generic[C]):
             while self._idle:
                 connection = self._idle.pop()
                 # a stray task of a handler may have used it, or set something, since
-                if connection.usable() and not connection.stained:
+                stained = connection.changed is not None and connection.stained
+                if connection.usable() and not stained:
                     return connection
                 connection.discard()
         return None

@@ -192,7 +192,8 @@ class _Heard(sqlite3.Connection):
     def sent(self, text: str) -> None:
         if self.settings is not None and self.sets is not None:
             self.quiet = self.settings.quiet
-            self.sets(self.settings.of(text))
+            if (change := self.settings.of(text)) is not None:
+                self.sets(change)
 
     def close(self) -> None:
         # a statement that is not read to its end, which a traceback may keep, keeps a closed connection's transaction
