@@ -180,7 +180,7 @@ class Retention:
             awaits a decision is never deleted.
         quarantine_bytes: limit for all payloads in the quarantine together. Beyond it the oldest are
             dropped; their rows stay.
-        activity: how long the counts per minute, and per half hour after six hours, are kept; an hour or more.
+        activity: how long counts are kept, by longer steps as they grow old; an hour or more.
     """
 
     processed: timedelta = timedelta(days=30)

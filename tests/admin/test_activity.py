@@ -29,7 +29,20 @@ def test_a_step_is_the_sum_of_its_minutes_and_processes(
                     " VALUES (?, 'consumer', 'billing', ?, 2, 1, ?, ?, ?)",
                     (now - ago, worker, latency.as_text(), run.as_text(), float(ago)),
                 )
+        view.execute(
+            "INSERT INTO txbox_activity (minute, kind, name, worker, received)"
+            " VALUES (?, 'route', 'billing', '', 1)",
+            (now,),
+        )
         found = admin.activity(timedelta(hours=3), step=timedelta(minutes=minutes))
+        of_one = admin.activity(
+            timedelta(hours=3), step=timedelta(minutes=minutes), only=("consumer", "billing")
+        )
+        of_another = admin.activity(only=("route", "billing"))
+    assert of_one.consumers == found.consumers
+    assert not of_one.routes
+    assert not of_another.consumers
+    assert [route.total.received for route in of_another.routes] == [1]
     (billing,) = found.consumers
     assert (billing.total.received, billing.total.failed, billing.total.processed) == (160, 80, 0)
     assert billing.total.latency == Histogram([560] * 18)

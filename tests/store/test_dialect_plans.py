@@ -89,6 +89,7 @@ def cost(
     raw: Raw,
     name: str,
     rows: dict[str, list[Any]] | None = None,
+    /,
     *,
     mode: str = "custom",
     **params: Any,
@@ -117,7 +118,7 @@ def cost(
             sql, names = native(text, "qmark")
             raw.execute("BEGIN")
             before = _handler_reads(raw)
-            raw.rows(sql, [values[each] for each in names])
+            raw.rows(sql.replace("%", "%%"), [values[each] for each in names])
             after = _handler_reads(raw)
             raw.execute("ROLLBACK")
             return after - before
@@ -292,6 +293,41 @@ def test_an_explanation_costs_the_same_whatever_is_in_the_table(
     for name, params, rows in asked:
         for mode in _every_mode(raw):
             assert cost(raw, name, rows, mode=mode, **params) < _FLAT[raw.product], (name, mode)
+
+
+def test_the_counts_of_one_consumer_cost_the_same_whatever_others_have_counted(
+    database_url: str, raw: Callable[[str], Raw]
+) -> None:
+    view, ago = raw(database_url), 100_000
+    text = "CAST('{}' AS BINARY)" if view.product == "mysql" else "'{}'"
+
+    def count(minute: int, name: str) -> None:
+        view.execute(
+            "INSERT INTO txbox_activity (minute, kind, name, worker)"
+            f" VALUES (?, 'consumer', {text.format(name)}, '')",
+            (minute,),
+        )
+
+    def costs() -> list[int]:
+        params = {"kind": "consumer", "name": CONSUMER, "minute": ago, "step": 30}
+        return [cost(view, "activity_read_one", mode=mode, **params) for mode in _every_mode(view)]
+
+    for minute in range(10):
+        count(ago + minute, CONSUMER)
+    alone = costs()
+    for number in range(20):
+        count(ago, f"another-{number}")
+    for power in range(9):
+        view.execute(
+            f"INSERT INTO txbox_activity (minute, kind, name, worker) SELECT minute + {2**power}, kind, name, worker"
+            f" FROM txbox_activity WHERE name <> {text.format(CONSUMER)}"
+        )
+    if view.product == "mysql":
+        view.rows("ANALYZE TABLE txbox_activity")
+    else:
+        view.execute("ANALYZE txbox_activity")
+    assert view.value("SELECT count(*) FROM txbox_activity") == 20 * 512 + 10
+    assert all(now < 3 * before + 50 for now, before in zip(costs(), alone, strict=True))
 
 
 # -- time ------------------------------------------------------------------------------------------

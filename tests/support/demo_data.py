@@ -25,6 +25,7 @@ import txbox
 from tests.support.databases import Raw
 from txbox import App
 from txbox.identity import scoped_id
+from txbox.maintenance.pruning import FOLDED_AFTER_S
 from txbox.store.activity import BOUNDS_S, COUNTED, Histogram, bucket_of
 
 INBOX, OUTBOX, QUARANTINED = 2_000_000, 300_000, 12_000
@@ -36,6 +37,7 @@ DEPLOYED, PAUSED, FLOODED, REFUSED, SEARCH_DOWN, UNSERVED = (
 DEPLOYED_BEFORE = timedelta(days=3, hours=2)
 #: Of counts by the minute.
 _COUNTED_DAYS = 7
+_STEPS = {**FOLDED_AFTER_S, 1: 0}
 # rows at a time, each with its transaction
 _AT_ONCE = 20_000
 
@@ -159,7 +161,7 @@ class _Shop:
         self._scale, self._pick, self._now = scale, Random(seed), now
         self._events = max(200, round(INBOX * scale / _PER_EVENT))
         self._counted_from = now - timedelta(days=_COUNTED_DAYS)
-        self._folded_before = now - timedelta(hours=6)
+        self._minute = int(now.timestamp()) // 60
         self._counts: dict[tuple[int, str, str], list[int]] = defaultdict(
             lambda: [0] * len(COUNTED)
         )
@@ -239,7 +241,9 @@ class _Shop:
             return
         minute = int(at.timestamp()) // 60
         # as maintenance keeps them
-        place = (minute if at > self._folded_before else minute - minute % 30), kind, name
+        age_s = 60 * (self._minute - minute)
+        step = max(step for step, after_s in _STEPS.items() if age_s >= after_s)
+        place = minute - minute % step, kind, name
         for each in what:
             self._counts[place][COUNTED.index(each)] += 1
         if took_s is not None:

@@ -239,7 +239,7 @@ def fill(shop: Shop, ages: list[int], workers: int = 3) -> None:
 
 
 def test_old_minutes_are_folded_into_one_row_and_older_ones_deleted(shop: Shop) -> None:
-    fill(shop, [0, 1, 30, 31, 7 * 24 * 60 + 2])
+    fill(shop, [0, 1, 30, 31, 7 * 24 * 60 + 182])
     before = counted(shop, "c")
     run_once(shop.app, "prune-activity")
     rows = shop.raw.rows("SELECT worker, received FROM txbox_activity ORDER BY minute, worker")
@@ -255,21 +255,38 @@ def test_old_minutes_are_folded_into_one_row_and_older_ones_deleted(shop: Shop) 
     assert shop.raw.value("SELECT count(*) FROM txbox_activity WHERE worker = ''") == 2
 
 
-def test_minutes_of_six_hours_ago_become_half_hours(shop: Shop) -> None:
-    fill(shop, [*range(390, 450), 100])
+@pytest.mark.parametrize(
+    ("step", "ages"),
+    [(5, range(66, 81)), (30, range(390, 450)), (180, range(1_630, 1_990, 20))],
+    ids=["an hour", "six hours", "a day"],
+)
+def test_minutes_of_some_time_ago_become_longer_steps(shop: Shop, step: int, ages: range) -> None:
+    fill(shop, [*ages, 30])
     for late in range(2):
         run_once(shop.app, "prune-activity")
         rows = shop.raw.rows(
             "SELECT minute, worker, received, latency FROM txbox_activity ORDER BY minute"
         )
-        *halves, (_, _, minute, _) = rows
-        assert len(halves) in (2, 3)
-        assert all(int(at) % 30 == 0 and worker == "" for at, worker, _, _ in halves)
-        assert sum(int(received) for _, _, received, _ in halves) == 60 * 6 + late * 2
-        assert sum(int(latency.split()[1]) for *_, latency in halves) == 60 * 6 + late * 2
+        *steps, (_, _, minute, _) = rows
+        assert len(steps) - (ages[-1] - ages[0] + ages.step) // step in (0, 1)
+        assert all(int(at) % step == 0 and worker == "" for at, worker, _, _ in steps)
+        assert sum(int(received) for _, _, received, _ in steps) == len(ages) * 6 + late * 2
+        assert sum(int(latency.split()[1]) for *_, latency in steps) == len(ages) * 6 + late * 2
         assert int(minute) == 6, "a younger minute stays by itself"
         # what comes late is added
-        fill(shop, [420], workers=1)
+        fill(shop, [ages[5]], workers=1)
+
+
+def test_the_longest_step_is_deleted_when_all_of_it_is_too_old(shop: Shop) -> None:
+    now = int(datetime.now(UTC).timestamp() // 60)
+    oldest = now - 7 * 24 * 60
+    first = now - oldest // 180 * 180
+    fill(shop, [first, first + 180])
+    run_once(shop.app, "prune-activity")
+    with Admin(shop.app) as admin:
+        (week,) = admin.activity(timedelta(days=7), step=timedelta(hours=3)).consumers
+    assert [point.counts.received for point in week.points] == [6]
+    assert shop.raw.value("SELECT count(*) FROM txbox_activity") == 1
 
 
 def test_retention_says_how_long_counts_are_kept(database_url: str) -> None:

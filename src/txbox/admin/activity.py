@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
-from math import gcd
 
 from txbox.errors import ConfigurationError
 from txbox.session import Session
@@ -175,8 +174,14 @@ def _rates(
     )
 
 
-async def read(db: Session, dialect: Dialect, last: timedelta, step: timedelta) -> Activities:
-    """Read the counts of the last minutes.
+async def read(
+    db: Session,
+    dialect: Dialect,
+    last: timedelta,
+    step: timedelta,
+    only: tuple[Kind, str] | None = None,
+) -> Activities:
+    """Read the counts of the last minutes, of one consumer or route or of all.
 
     Raises:
         ConfigurationError: not whole minutes.
@@ -186,14 +191,13 @@ async def read(db: Session, dialect: Dialect, last: timedelta, step: timedelta) 
             f"Counts are kept by the minute: a step of {step} over {last} cannot be shown."
         )
     length, minutes = step // _MINUTE, last // _MINUTE
-    # the database strings the histograms of a step together: those of an hour at most
-    summed = gcd(length, 60)
-    clock_s, rows = await activity.read(db, dialect, minutes=minutes, step=summed)
+    clock_s, rows = await activity.read(db, dialect, minutes=minutes, step=length, only=only)
     steps: dict[tuple[Kind, str], dict[int, Counts]] = {}
     for key, counts in rows:
         # steps begin at round times
         of_step = steps.setdefault((key.kind, key.name), {})
-        of_step.setdefault(key.minute // length, Counts()).merge(counts)
+        if (sums := of_step.setdefault(key.minute // length, counts)) is not counts:
+            sums.merge(counts)
     shown = [_activity(*of, steps[of], length) for of in sorted(steps)]
     first = int(clock_s // 60) - minutes + 1
     return Activities(

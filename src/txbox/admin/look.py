@@ -43,7 +43,7 @@ from txbox.errors import ConfigurationError, Fault, StoreError
 from txbox.outbox.routes import LOCAL
 from txbox.store import partitions
 from txbox.store import schema as schemas
-from txbox.store.activity import Pause, pauses, workers
+from txbox.store.activity import Kind, Pause, pauses, workers
 from txbox.store.dialect import FIRST, as_time
 
 # failures that are grouped: of one consumer and status, at least and at most, and of all
@@ -170,7 +170,11 @@ class Queries(Operator):
     # -- what goes on -------------------------------------------------------------------------
 
     def activity(
-        self, last: timedelta = timedelta(hours=1), *, step: timedelta = timedelta(minutes=1)
+        self,
+        last: timedelta = timedelta(hours=1),
+        *,
+        step: timedelta = timedelta(minutes=1),
+        only: tuple[Kind, str] | None = None,
     ) -> Activities:
         """Read what became of messages in the last hour, or another time, by consumer and by route of the outbox.
 
@@ -178,13 +182,14 @@ class Queries(Operator):
 
         Args:
             last: whole minutes, up to `Retention.activity`.
-            step: the time that one point stands for, in whole minutes; before the last six hours there is one point
-                for each half hour.
+            step: the time that one point stands for, in whole minutes; there is one point for each 5 minutes before the
+                last hour, for each half hour before the last six, and for each three hours before the last day.
+            only: "consumer" or "route", and its name: the counts of the others are not read.
 
         Raises:
             ConfigurationError: a step that is not whole minutes, or longer than the time.
         """
-        return self.on_database(activity.read, self.dialect, last, step)
+        return self.on_database(activity.read, self.dialect, last, step, only)
 
     def workers(self) -> Sequence[WorkerStatus]:
         """List the processes that work on this database, also those that vanished less than an hour ago."""

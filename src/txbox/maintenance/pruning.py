@@ -41,9 +41,9 @@ _LOCK_TRIES = 10
 # while we wait for the inbox everyone else queues behind us, so at first wait only as long as a short transaction
 _LOCK_WAIT_MS = 5
 _LOCK_WAIT_MAX_MS = 100
-# minutes per row, and the age at which they are merged: counts that old are final, barring an outage, of which an hour
-# is tolerated
-_FOLDED_AFTER_S = {1: 300.0, 30: 6 * 3600.0}
+# minutes per row, and the age at which they are merged; after an outage a process writes counts of up to an hour ago,
+# which are added. The charts of an hour, of six and of a day have these steps, and that of a week has the last one.
+FOLDED_AFTER_S = {1: 300.0, 5: 3600.0, 30: 6 * 3600.0, 180: 24 * 3600.0}
 # keep crashed workers visible for a while
 _WORKERS_KEPT_S = 3600.0
 
@@ -307,7 +307,7 @@ async def prune_quarantine(db: Session, app: App, task: Task) -> Report:
 
 
 async def prune_activity(db: Session, app: App, task: Task) -> Report:
-    """Merge the counts of all processes into one row per minute, and those of a half hour once they are old.
+    """Merge the counts of all processes into one row per minute, and minutes into longer steps as they grow old.
 
     Those past `Retention.activity` are deleted, and so are workers that have been silent for an hour.
     """
@@ -316,10 +316,14 @@ async def prune_activity(db: Session, app: App, task: Task) -> Report:
         return run.report()
     async with run.leased(db):
         kept_s = task.age(app.retention.activity).total_seconds()
+        steps = [step for step, age_s in FOLDED_AFTER_S.items() if age_s < kept_s]
+        longest = max(steps, default=1)
         run.did(
-            await activity.prune(db, run.dialect, older_than_s=kept_s, silent_s=_WORKERS_KEPT_S)
+            await activity.prune(
+                db, run.dialect, older_than_s=kept_s, step=longest, silent_s=_WORKERS_KEPT_S
+            )
         )
-        for step, older_than_s in _FOLDED_AFTER_S.items():
+        for step, older_than_s in FOLDED_AFTER_S.items():
             while await run.may_go_on(db):
                 folded = await activity.fold(db, run.dialect, older_than_s=older_than_s, step=step)
                 run.did(folded)

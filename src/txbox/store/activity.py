@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import zip_longest
+from math import gcd
 from operator import add
 from typing import Any, Literal, NamedTuple
 
@@ -88,6 +89,8 @@ class Histogram:
     @classmethod
     def of(cls, text: str) -> Histogram:
         """Read what `as_text` wrote, or add up several with commas between."""
+        if "," not in text:
+            return cls(map(int, text.split()))
         rows = (part.split() for part in text.split(","))
         return cls(sum(map(int, column)) for column in zip_longest(*rows, fillvalue="0"))
 
@@ -255,18 +258,28 @@ async def gone(db: Session, dialect: Dialect, worker: str) -> None:
 
 
 async def outbox_ages(db: Session, dialect: Dialect, routes: Sequence[str]) -> dict[str, float]:
-    """Read for how many seconds the first message of each route has been due; negative while it is delayed."""
+    """Read for how many seconds the first message of each route has been due; negative while it is delayed.
+
+    A route is left out where this is no time, but was altered.
+    """
     result = await db.alone(dialect.statement("outbox_ages", {}, {"route": list(routes)}))
-    return {str(route): float(age_s) for route, age_s in result.rows}
+    return {str(route): float(age_s) for route, age_s in result.rows if age_s is not None}
 
 
 async def read(
-    db: Session, dialect: Dialect, *, minutes: int, step: int
+    db: Session,
+    dialect: Dialect,
+    *,
+    minutes: int,
+    step: int,
+    only: tuple[Kind, str] | None = None,
 ) -> tuple[float, list[tuple[Key, Counts]]]:
     """Read the counts of the last minutes, oldest first, summed over all processes.
 
     Args:
-        step: minutes to sum, from multiples of it; the key has the first one.
+        step: minutes of a step, from multiples of it; the first one is read from its beginning. A key has the first
+            minute of what was summed, an hour at most: the database joins the histograms of so many.
+        only: a consumer or a route; by default all of them.
 
     Returns:
         The database's clock in seconds since the epoch, and the counts.
@@ -274,7 +287,11 @@ async def read(
     clock = await db.alone(dialect.statement("clock"))
     clock_s = float(clock.rows[0][0])
     first = int(clock_s // 60) - minutes + 1
-    result = await db.alone(dialect.statement("activity_read", {"minute": first, "step": step}))
+    params: dict[str, Any] = {"minute": first - first % step, "step": gcd(step, 60)}
+    name = "activity_read"
+    if only is not None:
+        name, params = "activity_read_one", {**params, "kind": only[0], "name": only[1]}
+    result = await db.alone(dialect.statement(name, params))
     return clock_s, [_counted(row) for row in result.rows]
 
 
@@ -315,10 +332,17 @@ async def fold(db: Session, dialect: Dialect, *, older_than_s: float, step: int 
     return int(gone.count)
 
 
-async def prune(db: Session, dialect: Dialect, *, older_than_s: float, silent_s: float) -> int:
-    """Delete old counts and the records of silent workers; returns how many rows."""
+async def prune(
+    db: Session, dialect: Dialect, *, older_than_s: float, step: int, silent_s: float
+) -> int:
+    """Delete old counts and the records of silent workers; returns how many rows.
+
+    Args:
+        step: minutes that the oldest rows have been merged from: one of which a part is younger is kept.
+    """
     before = await _minute_before(db, dialect, older_than_s)
-    counts = await db.execute(dialect.statement("activity_prune", {"before": before}))
+    params = {"before": before - before % step}
+    counts = await db.execute(dialect.statement("activity_prune", params))
     workers = await db.execute(dialect.statement("workers_prune", {"silent_s": silent_s}))
     await db.commit()
     return int(counts.count + workers.count)

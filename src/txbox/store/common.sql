@@ -1181,12 +1181,19 @@ INSERT INTO txbox_activity (minute, kind, name, worker, received, processed, dup
        failed = [new failed], dead = [new dead], quarantined = [new quarantined], latency = [new latency],
        run = [new run], oldest_s = [new oldest_s]
 
--- name: activity_read
--- A day of ten consumers is 14,000 rows: they are summed here by steps of time, and their histograms joined.
+-- fragment: summed which
+-- By steps of time, with their histograms joined: an hour of ten consumers is 600 rows of minutes.
 SELECT minute - minute % :step::bigint AS first, kind, [text name], sum(received), sum(processed), sum(duplicate),
        sum(deferred), sum(failed), sum(dead), sum(quarantined), [joined latency], [joined run], max(oldest_s)
-  FROM txbox_activity WHERE minute >= :minute::bigint
+  FROM txbox_activity WHERE [which]
  GROUP BY 1, 2, 3 ORDER BY 1
+
+-- name: activity_read
+[summed minute >= :minute::bigint]
+
+-- name: activity_read_one
+-- By the index that has the counts of one together: those of the others are not read.
+[summed kind = :kind::text AND name = :name::text AND minute >= :minute::bigint]
 
 -- fragment: unfolded
 (worker <> '' OR minute % :step::bigint <> 0)

@@ -643,13 +643,13 @@ UPDATE (SELECT id FROM txbox_outbox
 VALUES {(:rows.minute, :rows.kind, :rows.name, :worker, :rows.received, :rows.processed, :rows.duplicate,
          :rows.deferred, :rows.failed, :rows.dead, :rows.quarantined, :rows.latency, :rows.run, :rows.oldest_s)}
 
--- name: activity_read
+-- fragment: summed which
 -- MySQL would cut the joined texts off at 1,024 bytes. The first comment is MariaDB's, the second MySQL's.
 /*M!100100 SET STATEMENT group_concat_max_len = 16777216 FOR */
 SELECT /*+ SET_VAR(group_concat_max_len = 16777216) */
        minute - minute % :step AS begins, kind, [text name], sum(received), sum(processed), sum(duplicate),
        sum(deferred), sum(failed), sum(dead), sum(quarantined), [joined latency], [joined run], max(oldest_s)
-  FROM txbox_activity WHERE minute >= :minute
+  FROM txbox_activity WHERE [which]
  GROUP BY 1, 2, 3 ORDER BY 1
 
 -- name: outbox_ages

@@ -80,7 +80,7 @@ _SPANS = {
     )
 }  # fmt: skip
 #: What stands at the front of a list.
-_FRONT = ("id", "error", "reason", "status", "consumer", "received", "staged")
+_FRONT = ("id", "error", "reason", "status", "consumer", "received", "staged", "topic", "type")
 #: Lists that are looked at often: the words, and the status.
 _VIEWS = {
     "inbox": (("Dead", "dead"), ("Retrying", "failed"), ("Waiting", "pending"), ("Running", "processing")),
@@ -256,12 +256,12 @@ class Pages:
             "counted_max": COUNTED_MAX, "unmatched": UNMATCHED, "here_too": {}, "as_table": "table" in asked.query,
         }  # fmt: skip
 
-    def _time(self, asked: Asked) -> tuple[str, Activities]:
+    def _time(self, asked: Asked, only: tuple[Kind, str] | None = None) -> tuple[str, Activities]:
         """What was counted in the time that a page looks back on, and its name."""
         last = asked.query.get("last", "")
         last = last if last in _SPANS else "1h"
         span, step = _SPANS[last]
-        return last, asked.admin.activity(span, step=step)
+        return last, asked.admin.activity(span, step=step, only=only)
 
     def _drawn(
         self, asked: Asked, crew: Crew, activity: Activity, time: Activities, unfinished: int | None
@@ -285,11 +285,10 @@ class Pages:
         name = asked.query.get("name", "")
         if kind == "consumer":
             _known(name)
-        last, time = self._time(asked)
+        last, time = self._time(asked, (kind, name))
         crew = asked.admin.crew()
         empty = Activity(kind=kind, name=name, total=Counts(), points=())
-        every = time.consumers if kind == "consumer" else time.routes
-        activity = next((each for each in every if each.name == name), empty)
+        activity = next(iter((*time.consumers, *time.routes)), empty)
         counts: dict[str, int] = {}
         groups: Sequence[FailureGroup] = ()
         if kind == "consumer":
@@ -307,7 +306,9 @@ class Pages:
             if one.subject == name or (kind == "route" and one.query.get("route") == (name or "any"))
         ]  # fmt: skip
         place = _MESSAGES if kind == "consumer" else _OUTBOX
+        away = (trouble for worker in workers for trouble in worker.troubles)
         return {
+            "unreachable": any((trouble.kind, trouble.name) == (kind, name) for trouble in away),
             "kind": kind, "name": name, "live": True, "last": last, "spans": _SPANS, "counts": counts, "groups": groups,
             "pause": crew.pause_of(name) if kind == "consumer" else None, "workers": workers,
             "alerts": grouped(found), "listed": place.listed, "where": where, "here_too": {"name": name},

@@ -196,6 +196,8 @@ CREATE TABLE IF NOT EXISTS txbox_activity (
     run             VARCHAR(1024)   CHARACTER SET ascii COLLATE ascii_bin NOT NULL DEFAULT '',
     oldest_s        DOUBLE,
     PRIMARY KEY (minute, kind, name, worker),
+    -- the charts of one
+    KEY txbox_activity_one (kind, name, minute),
     CONSTRAINT txbox_activity_kind CHECK (kind IN ('consumer', 'route'))
 ) ENGINE=InnoDB ROW_FORMAT=DYNAMIC DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
 

@@ -211,6 +211,8 @@ CREATE TABLE txbox_activity (
     CONSTRAINT txbox_activity_pkey PRIMARY KEY (minute, kind, name, worker),
     CONSTRAINT txbox_activity_kind CHECK (kind IN ('consumer', 'route'))
 ) WITH (fillfactor = 50);
+-- the charts of one
+CREATE INDEX txbox_activity_one ON txbox_activity (kind, name, minute);
 
 -- What workers and relays report of themselves.
 CREATE TABLE txbox_worker (

@@ -196,6 +196,8 @@ CREATE TABLE txbox_activity (
     oldest_s        REAL,
     PRIMARY KEY (minute, kind, name, worker)
 ) WITHOUT ROWID;
+-- the charts of one
+CREATE INDEX txbox_activity_one ON txbox_activity (kind, name, minute);
 
 -- What workers and relays report of themselves.
 CREATE TABLE txbox_worker (
