@@ -24,6 +24,8 @@ from txbox import (
 )
 from txbox.admin import Admin, InboxFilter, OutboxFilter, QuarantineFilter
 from txbox.events import MessageDead, MessageFailed, OutgoingFailed
+from txbox.session import Session, drive
+from txbox.store.activity import outbox_ages
 from txbox.store.codec import Row
 from txbox.store.dialect import LAST
 
@@ -269,6 +271,48 @@ def test_times_beyond_what_python_can_express_are_shown_and_hide_no_other_row(
             assert admin.explain(staged[0]).places
             admin.failures()
             admin.doctor()
+
+
+def test_a_far_time_of_a_row_hides_nothing_from_the_pages(
+    shop: Shop, plain_connection: Connect
+) -> None:
+    shop.handler(lambda message, tx: _fail())
+    shop.app.publish(Recorder(), topics=["out"])
+    for name in ("a", "b"):
+        shop.deliver(paid(name))
+    with plain_connection(shop.url) as tx:
+        shop.app.outbox.stage(tx, "out", {})
+        tx.commit()
+    for moment in filter(None, FAR[shop.raw.product]):
+        shop.raw.execute(
+            "UPDATE txbox_inbox SET received_at = ?, updated_at = ? WHERE message_id = 'a'",
+            (moment, moment),
+        )
+        shop.raw.execute("UPDATE txbox_inbox SET next_attempt_at = ?", (moment,))
+        shop.raw.execute(
+            "UPDATE txbox_outbox SET staged_at = ?, available_at = ?", (moment, moment)
+        )
+        assert shop.app.database.sync is not None
+        drive(shop.app.database.sync, _due_looked_for, shop)
+        with Admin(shop.app) as admin:
+            assert sum(group.count for group in admin.failures()) == 2
+            consumers, topics = admin.overview()
+            assert [row.counts["failed"] for row in consumers] == [2]
+            assert [sum(row.counts.values()) for row in topics] == [1]
+            assert admin.open_of(CONSUMER).counts["failed"] == 2
+            assert not admin.check().unchecked
+            assert admin.explain("a").places
+            admin.doctor()
+
+
+async def _due_looked_for(db: Session, shop: Shop) -> None:
+    """What workers ask every few seconds."""
+    dialect = shop.app.store.dialect
+    routes = [str(row[0]) for row in shop.raw.rows("SELECT route FROM txbox_outbox")]
+    await outbox_ages(db, dialect, routes)
+    params = {"local": routes[0], "ahead_s": 60.0}
+    rows = {"consumer": [CONSUMER], "route": routes}
+    await db.alone(dialect.statement("due", params, rows))
 
 
 def test_a_row_that_is_never_due_is_a_finding(sqlite_url: str) -> None:

@@ -9,7 +9,9 @@
 -- fragment: stable_ago seconds = now() - make_interval(secs => [seconds]::double precision)
 -- fragment: in seconds = clock_timestamp() + make_interval(secs => [seconds]::double precision)
 -- fragment: instant seconds = to_timestamp([seconds]::double precision)
--- fragment: age moment = extract(epoch FROM clock_timestamp() - [moment])::double precision
+-- fragment: age moment = extract(epoch FROM clock_timestamp() - [finite [moment]])::double precision
+-- PostgreSQL before 17 cannot subtract infinity.
+-- fragment: finite moment = CASE [moment] WHEN 'infinity' THEN '9999-12-31' WHEN '-infinity' THEN '0001-01-02' ELSE [moment] END
 -- fragment: clock = extract(epoch FROM clock_timestamp())::double precision
 -- fragment: text column = [column]
 -- fragment: time moment = extract(epoch FROM [moment])::double precision
@@ -635,7 +637,7 @@ UPDATE txbox_inbox AS inbox
 -- One query for a whole worker: in how many seconds each consumer's next row is due, and the outbox's under the
 -- empty name, if within `ahead_s`. Rows that are not on the route :local may still be for its App: see relay_strays.
 -- One index probe each, however much is behind it.
-SELECT soon.consumer, extract(epoch FROM soon.at - clock_timestamp())::double precision
+SELECT soon.consumer, -[age soon.at]
   FROM (SELECT asked.consumer,
                least((SELECT next_attempt_at FROM txbox_inbox
                        WHERE consumer = asked.consumer COLLATE "POSIX" AND status IN ('pending', 'failed')
@@ -1010,7 +1012,7 @@ SELECT counted.minute, counted.kind, counted.name, :worker::text, counted.receiv
 
 -- name: outbox_ages
 -- How long the first row that is due has been so, of each route; one index probe each.
-SELECT asked.route, extract(epoch FROM clock_timestamp() - first.at)::double precision
+SELECT asked.route, [age first.at]
   FROM unnest(:rows.route::text[]) AS asked(route)
        CROSS JOIN LATERAL (SELECT available_at AS at FROM txbox_outbox
                             WHERE status = 'pending' AND route = asked.route
