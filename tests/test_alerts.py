@@ -235,6 +235,36 @@ def test_an_alert_that_is_refused_is_dead_and_there_is_no_alert_about_it(databas
         assert len(staged(shop.raw)) == 1
 
 
+class RefusesAlerts:
+    """A codec that takes the payloads of messages, and no alert."""
+
+    key_id = "k1"
+
+    def encode(self, data: bytes) -> bytes:
+        if b'"severity"' in data:
+            raise KeyError("secret")
+        return data[::-1]
+
+    def decode(self, data: bytes, key_id: str) -> bytes:
+        del key_id
+        return data[::-1]
+
+
+@pytest.mark.every_database
+def test_an_alert_that_the_codec_refuses_is_logged_and_its_message_is_dead_all_the_same(
+    database_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(database_url, alerts=Recorder(), codec=RefusesAlerts()) as shop:
+        shop.handler(refuses)
+        assert shop.deliver(paid("m1")) is Outcome.DEAD
+        assert shop.row("m1").status == "dead"
+        assert shop.raw.value("SELECT count(*) FROM txbox_outbox") == 0
+    (record,) = (one for one in caplog.records if "cannot be staged" in one.getMessage())
+    assert record.levelname == "ERROR"
+    assert "billing: 1 dead message" in record.getMessage()
+    assert "secret" not in record.getMessage()
+
+
 def test_what_cannot_be_a_channel_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="needs a channel"):
         Alerts()

@@ -18,7 +18,8 @@ from txbox import App, Message, Outcome, Reject
 from txbox.admin import Admin, InboxFilter
 from txbox.alerts import Alerts
 from txbox.brokers.http import Http
-from txbox.maintenance import Task, run_once
+from txbox.errors import MessageRefused
+from txbox.maintenance import Task, alerting, run_once
 from txbox.session import drive
 from txbox.store import activity
 from txbox.store.activity import Doing, Trouble
@@ -208,6 +209,27 @@ def test_a_worker_reviews_by_itself(database_url: str) -> None:
             eventually(lambda: recorder.bodies)
         (alert,) = recorder.bodies
         assert alert["code"] == "dead-messages"
+
+
+def test_an_outgoing_message_that_dies_is_told_in_the_next_round_of_a_worker(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The relay may not stage anything: its dead are told by the job, which comes round every 15 s."""
+    assert timedelta(seconds=15) == alerting.EVERY
+    monkeypatch.setattr(alerting, "EVERY", timedelta(seconds=0.2))
+    recorder = Recorder()
+    broker = Recorder(lambda _: MessageRefused("too large"))
+    with opened(database_url, alerts=recorder) as shop:
+        shop.app.publish(broker, topics=["out"])
+        with running(worker(shop.app, maintenance=True)):
+            eventually(
+                lambda: shop.raw.rows("SELECT name FROM txbox_job WHERE name LIKE 'alerts:%'")
+            )
+            with shop.app.transaction() as tx:
+                shop.app.outbox.stage(tx, "out", {})
+            eventually(lambda: recorder.bodies)
+        (alert,) = recorder.bodies
+        assert (alert["code"], alert["count"], alert["state"]) == ("dead-outgoing", 1, "open")
 
 
 def test_apps_with_the_same_channels_resolve_nothing_of_one_another(shop: Shop) -> None:
