@@ -89,7 +89,7 @@ def test_the_backlog_of_before_is_that_of_now_less_what_came_and_went() -> None:
 
 def test_nothing_at_all_is_drawn_as_nothing() -> None:
     drawn = counted(unfinished=0)
-    assert [chart.left for chart in drawn.charts] == [("1", "0.5", "0"), (), ()]
+    assert [chart.left for chart in drawn.charts] == [(), (), ()]
     assert all(len(chart.steps) == 60 for chart in drawn.charts)
 
 

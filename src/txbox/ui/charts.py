@@ -166,7 +166,8 @@ def _throughput(
 
     length = age(step.total_seconds()).replace("m", " min").replace("h", " h")
     return Chart(
-        "throughput", "Throughput", f"messages per {length.removeprefix('1 ')}", _linear(top), (), tuple(paths),
+        "throughput", "Throughput", f"messages per {length.removeprefix('1 ')}",
+        _linear(top) if paths else (), (), tuple(paths),
         _steps(ats, step, say), f"Throughput: {', '.join(words for _, words, _ in paths) or 'nothing'}",
     )  # fmt: skip
 
@@ -184,6 +185,7 @@ def _latency(steps: Sequence[Counts], ats: Sequence[datetime], step: timedelta) 
     paths = tuple(
         (name, f"{name} {_seconds(total.latency.quantile(share))}", drawn[name])
         for name, share in _SHARES
+        if left
     )
 
     def say(number: int) -> str:
@@ -191,7 +193,7 @@ def _latency(steps: Sequence[Counts], ats: Sequence[datetime], step: timedelta) 
 
     return Chart(
         "latency", "Latency", "from receipt to commit", left, (), paths, _steps(ats, step, say),
-        f"Latency: {', '.join(words for _, words, _ in paths)}",
+        f"Latency: {', '.join(words for _, words, _ in paths) or 'nothing'}",
     )  # fmt: skip
 
 
