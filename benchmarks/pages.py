@@ -140,10 +140,14 @@ def scans(view: Raw, dialect: str, statement: Statement) -> Iterator[str]:
                 yield line.strip()
     else:
         # what bounds a statement is not explained
-        for row in view.rows(f"EXPLAIN {re.sub(r'^/[*]M!.*?[*]/', '', sql)}", params):
-            table, kind, rows = row[2], row[3], row[-2]
+        for row in view.rows(
+            f"EXPLAIN FORMAT=TRADITIONAL {re.sub(r'^/[*]M!.*?[*]/', '', sql)}", params
+        ):
+            table = row[2]
+            # MySQL has partitions before, and what is filtered behind
+            kind, _, key, _, _, count = row[-8:-2] if len(row) == 12 else row[-7:-1]
             if kind in ("ALL", "index") and not _SMALL.match(table):
-                yield f"{kind} {table}, key {row[5]}, {rows} rows: {row[-1]}"
+                yield f"{kind} {table}, key {key}, {count} rows: {row[-1]}"
 
 
 @contextmanager
@@ -171,10 +175,12 @@ def fetched(port: int, address: str) -> float:
     return (time.perf_counter() - began) * 1000
 
 
-#: The threads of the server that work for this database, where it runs on this machine.
+#: The threads of the server that work for this database, where it runs on this machine; MariaDB has them in the list
+#: of processes, and MySQL does not.
 _THREADS = {
     "postgresql": "SELECT pid FROM pg_stat_activity WHERE datname = current_database()",
     "mysql": "SELECT THREAD_OS_ID FROM performance_schema.threads WHERE PROCESSLIST_DB = DATABASE()",
+    "mariadb": "SELECT TID FROM information_schema.PROCESSLIST WHERE DB = DATABASE()",
 }
 
 
@@ -182,6 +188,8 @@ class Work:
     """What this process and the database's threads for it spend on a processor: a busy machine does not change that."""
 
     def __init__(self, view: Raw, dialect: str) -> None:
+        if dialect == "mysql" and "MariaDB" in view.value("SELECT version()"):
+            dialect = "mariadb"
         self._threads = (
             [Path(f"/proc/{thread}/schedstat") for (thread,) in view.rows(_THREADS[dialect])]
             if dialect in _THREADS
