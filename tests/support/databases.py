@@ -261,7 +261,7 @@ class PostgreSQL(Server):
         super().__init__(name, "postgresql", ddl_is_transactional=True)
         self._template: str | None = None
         self._state: tuple[str, frozenset[str]] = ("", frozenset())
-        # into each database that is used again: a new connection has no catalog in memory, which costs more than the look
+        # into each database that is used again: a new connection reads the catalog first, and that is most of it
         self._looks: dict[str, Raw] = {}
 
     def create(self, directory: Path, *, schema: bool) -> str:

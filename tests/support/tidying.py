@@ -32,8 +32,8 @@ def _alone(look: _Look, others: str, params: tuple[object, ...] = ()) -> bool:
     return True
 
 
-# --- PostgreSQL: everything in the catalogs that a test could have changed, as one hash. Of oids and stored trees, not of
-# the texts that PostgreSQL makes of them: they are those of the template, and cost a quarter.
+# --- PostgreSQL: everything in the catalogs that a test could have changed, as one hash: of oids and stored trees,
+# which are those of the template, and not of the texts that PostgreSQL makes of them.
 
 # the view of the sessions joins databases and roles, and costs as much as a connection
 _OTHERS = (
