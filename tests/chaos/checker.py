@@ -29,7 +29,7 @@ _NAMED = 8
 #: What costs an attempt: what handlers do, poison at COMMIT, and a process that died. No fault does (promise 2.8).
 _ATTEMPT = re.compile(
     r"(?:Reject|TransactionBroken|ValueError|LeaseExpired) |DatabaseError .*\(TXB02\)"
-    r"|StoreError .*(?:\((?:23503|25P02)\)|FOREIGN KEY)"
+    r"|(?:StoreError|IntegrityError) .*(?:\((?:23503|25P02)\)|FOREIGN KEY)"
 )
 Key = tuple[str, str]
 
