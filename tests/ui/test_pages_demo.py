@@ -17,7 +17,7 @@ from tests.ui.conftest import Answer, Browser, Serve
 from tests.ui.test_pages import PAGES, Elements, carried_out
 from txbox import App, Message
 from txbox.admin import Admin, look
-from txbox.store.dialect import as_time
+from txbox.store.dialect import Dialect, as_time
 from txbox.ui import pages
 
 
@@ -223,6 +223,33 @@ def test_attempts_that_failed_alike_are_one_line(
     workers = serve(night_sqlite).get("/workers").text
     assert workers.count("ACCESS_REFUSED") == 1
     assert "<summary>11 consumers</summary>" in workers
+
+
+def test_who_is_at_work_is_read_once_for_a_page(
+    night_sqlite: App, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    browser, statement, names = serve(night_sqlite), Dialect.statement, list[str]()
+
+    def remembered(dialect: Dialect, name: str, *args: Any) -> Any:
+        names.append(name)
+        return statement(dialect, name, *args)
+
+    monkeypatch.setattr(Dialect, "statement", remembered)
+    for page in ("/", "/consumer?name=billing", "/route?name=rabbitmq", "/workers"):
+        names.clear()
+        browser.get(page)
+        assert (names.count("workers"), names.count("pauses")) == (1, 1), page
+
+
+def test_an_unreachable_route_is_not_called_running_and_no_chart_is_empty(
+    night_sqlite: App, serve: Serve
+) -> None:
+    browser = serve(night_sqlite)
+    page = browser.get("/route?name=rabbitmq&last=15m").text
+    assert '<span class="status unreachable">unreachable</span>' in page
+    assert "Nothing in this time." in page
+    for route in ("/route?name=kafka", "/consumer?name=billing"):
+        assert '<span class="status running">running</span>' in browser.get(route).text
 
 
 def test_a_list_begins_with_what_is_looked_for(night_sqlite: App, serve: Serve) -> None:

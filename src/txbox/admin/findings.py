@@ -335,6 +335,13 @@ class Examination:
     db: Session
     app: Application
     dialect: Dialect
+    known: Crew | None = field(default=None, init=False)
+
+    async def crew(self) -> Crew:
+        """Who is at work, and what is paused: read once for all parts."""
+        if self.known is None:
+            self.known = await crew(self.db, self.dialect)
+        return self.known
 
     async def rows(self, query: str, **params: Any) -> Rows:
         """Read in a transaction of its own."""
@@ -347,9 +354,16 @@ class Examination:
 CaseT = TypeVar("CaseT", bound=Examination)
 
 
-async def read(db: Session, app: Application, dialect: Dialect) -> Diagnosis:
-    """Everything about rows and processes that is wrong, the worst first; the cost does not grow with the tables."""
+async def read(
+    db: Session, app: Application, dialect: Dialect, known: Crew | None = None
+) -> Diagnosis:
+    """Everything about rows and processes that is wrong, the worst first; the cost does not grow with the tables.
+
+    Args:
+        known: who is at work, if that has been read.
+    """
     case, diagnosis = Examination(db, app, dialect), Diagnosis()
+    case.known = known
     for what, part in PARTS.items():
         await check(case, diagnosis, what, part)
     diagnosis.findings = worst_first(diagnosis.findings)
@@ -373,7 +387,7 @@ async def check(
 
 async def brokers(case: Examination) -> AsyncIterator[Finding]:
     """Brokers from which running processes cannot receive, or to which they cannot send."""
-    now = await crew(case.db, case.dialect)
+    now = await case.crew()
     for trouble in now.troubles():
         if trouble.kind == "route":
             of = "" if trouble.topic is None else f" of topic {trouble.topic}"
@@ -389,7 +403,7 @@ async def brokers(case: Examination) -> AsyncIterator[Finding]:
 
 async def inbox(case: Examination) -> AsyncIterator[Finding]:
     """Messages that wait for a decision, for a worker, or for a handler that is not there."""
-    now, app = await crew(case.db, case.dialect), case.app
+    now, app = await case.crew(), case.app
     waiting: dict[str, int] = defaultdict(int)
     for status, consumer in await case.rows("doctor_consumers", limit=_NAMES):
         ((age_s, expired, endless, total, newest_s),) = await case.rows(
@@ -483,7 +497,7 @@ async def _late(case: Examination, crew: Crew, consumer: str) -> list[Finding]:
 
 async def outbox(case: Examination) -> AsyncIterator[Finding]:
     """Outgoing messages without a relay, and dead ones."""
-    now = await crew(case.db, case.dialect)
+    now = await case.crew()
     for (route,) in await case.rows("doctor_routes", limit=_NAMES):
         rows = await case.rows(
             "doctor_outgoing", route=route, limit=_LOOKED_OUTGOING, late_s=LATE_S

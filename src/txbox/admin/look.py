@@ -264,12 +264,15 @@ class Queries(Operator):
         diagnosis.findings = worst_first(diagnosis.findings)
         return diagnosis
 
-    def check(self) -> Diagnosis:
+    def check(self, crew: Crew | None = None) -> Diagnosis:
         """Find what is late, dead, paused or unserved, the worst first; the cost does not grow with the tables.
 
         `doctor` finds these too, beside what is wrong with settings, server and tables.
+
+        Args:
+            crew: who is at work, if that has been read.
         """
-        return self.on_database(findings.read, self.app, self.dialect)
+        return self.on_database(findings.read, self.app, self.dialect, crew)
 
     # -- pages --------------------------------------------------------------------------------
 

@@ -245,7 +245,8 @@ class Pages:
     def overview(self, asked: Asked) -> Values:
         consumers, topics = asked.admin.overview()
         last, time = self._time(asked)
-        crew, checked = asked.admin.crew(), asked.admin.check()
+        crew = asked.admin.crew()
+        checked = asked.admin.check(crew)
         unfinished = sum(map(_unfinished, consumers))
         return {
             "consumers": consumers, "topics": topics, "live": True, "last": last, "spans": _SPANS,
@@ -302,7 +303,7 @@ class Pages:
                     counts[state] = counts.get(state, 0) + count
             workers, where, unfinished = crew.relaying([name]), {"route": name or "any"}, None
         found = [
-            one for one in asked.admin.check().findings
+            one for one in asked.admin.check(crew).findings
             if one.subject == name or (kind == "route" and one.query.get("route") == (name or "any"))
         ]  # fmt: skip
         place = _MESSAGES if kind == "consumer" else _OUTBOX
@@ -491,8 +492,8 @@ class Pages:
         return {"groups": [(group, trend(group)) for group in groups], "by": by, "live": True}
 
     def workers(self, asked: Asked) -> Values:
-        workers = asked.admin.workers()
-        paused = {pause.consumer: pause for pause in asked.admin.pauses()}
+        crew = asked.admin.crew()
+        workers, paused = crew.workers, {pause.consumer: pause for pause in crew.paused}
         running = {
             name for worker in workers if worker.state == "running" for name in worker.consumers
         }
