@@ -225,6 +225,15 @@ def test_attempts_that_failed_alike_are_one_line(
     assert "<summary>11 consumers</summary>" in workers
 
 
+def test_a_search_that_stops_early_hints_at_a_typing_error_all_the_same(
+    night_sqlite: App, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_LOOK_S", 0.0)
+    page = serve(night_sqlite).get("/messages?error_type=KeyErorr").text
+    assert "No match among recent messages." in page
+    assert "did you mean &#39;KeyError&#39;?" in page
+
+
 def test_who_is_at_work_is_read_once_for_a_page(
     night_sqlite: App, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
