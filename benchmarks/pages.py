@@ -67,7 +67,6 @@ def pages(dead: str, outgoing: str, aside: str) -> Mapping[str, str]:
         "Database": "/database",
         "Database, examined": "/database?examine=1",
         "Audit": "/audit",
-        "Changes": "/operations",
     }
 
 

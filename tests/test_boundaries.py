@@ -846,7 +846,6 @@ def test_every_boundary_has_a_row() -> None:
 #: Broad, and no boundary: (file, function) and why.
 NO_BOUNDARY = {
     ("worker/driving.py", "report"): "reports the end of a thread",
-    ("ui/operations.py", "_carry_out"): "raises again",
     ("worker/lanes.py", "turn"): "reports the end of a turn",
     ("worker/lanes.py", "acquire"): "raises again",
     ("worker/pump.py", "_open"): "reports the end of a pump",

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -101,12 +102,8 @@ def test_retry_gives_dead_messages_a_new_budget_and_is_audited(
     assert set(statuses(view).values()) == {"dead"}
     assert audits(view) == []
 
-    seen: list[int] = []
-    done = admin.retry(
-        InboxFilter(consumer="billing"), actor="ann", reason="fixed", progress=seen.append
-    )
+    (done,) = admin.batches("retry", InboxFilter(consumer="billing"), actor="ann", reason="fixed")
     assert done.count == 3
-    assert seen == [3]
     assert view.rows("SELECT status, attempts, starts FROM txbox_inbox") == [("failed", 0, 0)] * 3
     assert audits(view) == [("ann", "retry", 3, "fixed")]
     assert json.loads(view.value("SELECT filter FROM txbox_audit")) == {"consumer": "billing"}
@@ -221,11 +218,8 @@ def test_many_rows_are_changed_in_batches(shop: Shop, database: FreshDatabase, r
         Message(id=str(number), topic="orders", payload=b"{}") for number in range(1201)
     ]
     shop.app.send_many(messages)
-    seen: list[int] = []
-    done = Admin(shop.app).discard(
-        InboxFilter(consumer="billing", status="pending"), progress=seen.append
-    )
-    assert done.count == 1201
+    where = InboxFilter(consumer="billing", status="pending")
+    seen = [so_far.count for so_far in Admin(shop.app).batches("discard", where)]
     assert seen == [500, 1000, 1201]
     assert [row[2] for row in audits(raw(database.url))] == [500, 500, 201]
     assert set(statuses(raw(database.url), "ledger").values()) == {"pending"}
@@ -234,17 +228,14 @@ def test_many_rows_are_changed_in_batches(shop: Shop, database: FreshDatabase, r
 def test_what_was_done_before_a_change_was_cut_short_is_told(
     shop: Shop, database: FreshDatabase, raw: RawOf
 ) -> None:
-    def interrupted(_done: int) -> None:
-        raise KeyboardInterrupt
-
     shop.failing = False
     shop.deliver("kept")
     fill(raw(database.url), 600, status="dead")
     where, admin = InboxFilter(consumer="billing"), Admin(shop.app)
-    with pytest.raises(KeyboardInterrupt):
-        admin.retry(where, progress=interrupted, actor="ann")
-    with pytest.raises(KeyboardInterrupt):
-        admin.replay(where, progress=interrupted, actor="ann")
+    for batches in (admin.batches("retry", where, actor="ann"), admin.replay_batches(where)):
+        next(batches)
+        with pytest.raises(KeyboardInterrupt):
+            batches.throw(KeyboardInterrupt)
     told = [event for event in shop.events if isinstance(event, RowsChanged)]
     assert [(event.action, event.rows) for event in told] == [("retry", 500), ("replay", 1)]
 
@@ -309,17 +300,15 @@ def test_replay_does_not_chase_what_arrives_meanwhile(
 ) -> None:
     shop.failing = False
     shop.deliver(*(str(number) for number in range(60)))
-    late = iter(["late-1", "late-2"])
-
-    def arrives(_done: int) -> None:
+    late, done = iter(["late-1", "late-2"]), 0
+    for so_far in Admin(shop.app).replay_batches(InboxFilter(consumer="billing")):
         shop.deliver(next(late))
-
-    done = Admin(shop.app).replay(InboxFilter(consumer="billing"), progress=arrives)
-    assert done.processed == 60
+        done = so_far.processed
+    assert done == 60
     assert effects(raw(database.url)).count("late-1") == 1
 
 
-def test_a_replay_ends_at_its_limit_and_when_it_is_cancelled(
+def test_a_replay_ends_at_its_limit_and_with_the_loop_around_it(
     shop: Shop, database: FreshDatabase, raw: RawOf
 ) -> None:
     shop.failing = False
@@ -330,8 +319,8 @@ def test_a_replay_ends_at_its_limit_and_when_it_is_cancelled(
     assert (done.count, done.processed) == (2, 2)
     assert sorted(effects(view))[:5] == ["00", "00", "01", "01", "02"]
     assert admin.replay(where, as_consumer="ledger", most=1).stored == 1
-    seen: list[int] = []
-    assert admin.replay(where, progress=seen.append, cancelled=lambda: bool(seen)).count == 50
+    with closing(admin.replay_batches(where)) as batches:
+        assert next(batches).count == 50
     assert audits(view)[-1][2] == 50
 
 

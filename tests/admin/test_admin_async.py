@@ -6,8 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from datetime import timedelta
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -15,10 +14,12 @@ import pytest
 from tests.support.connections import KINDS, Kind
 from txbox import App, ConfigurationError, Message, Outcome, Reject
 from txbox.admin import Admin, InboxFilter, OutboxFilter, QuarantineFilter
-from txbox.admin.canary import Canary, Step
+from txbox.admin.canary import Canary, Redriven
 from txbox.admin.changes import Changes
+from txbox.admin.encrypt import Encryption
 from txbox.admin.look import Queries
 from txbox.admin.replay import Replays
+from txbox.session import Session, Statement
 from txbox.testing import drain_async
 
 #: One of each driver; the engine and the pool are the caller's, and belong to its event loop.
@@ -26,7 +27,7 @@ ON = ("asyncpg-pool", "async-engine-asyncpg", "async-engine-aiosqlite", "async-e
 ASYNC = [kind for kind in KINDS if kind.name in ON]
 VERBS = {
     name: verb
-    for base in (Queries, Changes, Canary, Replays)
+    for base in (Queries, Changes, Canary, Replays, Encryption)
     for name, verb in vars(base).items()
     if inspect.isfunction(verb) and not name.startswith("_")
 }
@@ -65,7 +66,8 @@ async def shop_on(kind: Kind, url: str) -> AsyncIterator[Shop]:
 @pytest.mark.parametrize("name", sorted(VERBS))
 def test_each_verb_has_an_async_twin_of_the_same_signature(name: str) -> None:
     twin = getattr(Admin, f"{name}_async")
-    assert inspect.iscoroutinefunction(twin)
+    followed = inspect.isgeneratorfunction(VERBS[name])
+    assert inspect.isasyncgenfunction(twin) if followed else inspect.iscoroutinefunction(twin)
     assert inspect.signature(twin) == inspect.signature(VERBS[name])
 
 
@@ -127,48 +129,58 @@ def test_the_loop_goes_on_while_a_verb_works(new_database: Callable[[str], str])
         """A canary waits for its messages, which are processed in the same loop."""
         await shop.deliver("a", "b")
         shop.failing = False
-        admin, steps = Admin(shop.app), list[Step]()
-        canary = admin.canary_async(
-            InboxFilter(consumer="billing"),
-            patience=timedelta(seconds=10),
-            on_step=steps.append,
-        )
-        task = asyncio.create_task(canary)
-        while not task.done():
+        where = InboxFilter(consumer="billing")
+        seen = list[Redriven]()
+        async for redriven in Admin(shop.app).canary_steps_async(where):
             await drain_async(shop.app)
-            await asyncio.sleep(0.01)
-        assert (await task).stopped is None
-        assert [step.processed for step in steps] == [1, 1]
+            seen.append(redriven)
+        assert seen[-1].stopped is None
+        assert [step.processed for step in seen[-1].steps] == [1, 1]
 
     on_a_shop(new_database, work)
 
 
-def test_a_cancelled_verb_ends_after_its_batch(new_database: Callable[[str], str]) -> None:
+def test_a_cancelled_change_ends_after_its_batch(new_database: Callable[[str], str]) -> None:
     async def work(shop: Shop) -> None:
         await shop.deliver(*(f"m{number}" for number in range(3)))
-        loop, admin = asyncio.get_running_loop(), Admin(shop.app)
-        at_work, go_on = asyncio.Event(), threading.Event()
-        ended: list[bool] = []
+        admin, at_work, go_on = Admin(shop.app), asyncio.Event(), asyncio.Event()
+        execute = Session.execute
 
-        def cancelled() -> bool:
-            loop.call_soon_threadsafe(at_work.set)
-            go_on.wait()
-            ended.append(True)
-            return False
+        async def held_up(db: Session, statement: Statement) -> Any:
+            if statement.name == "inbox_discard":
+                at_work.set()
+                await go_on.wait()
+            return await execute(db, statement)
 
-        task = asyncio.create_task(
-            admin.discard_async(InboxFilter(consumer="billing"), cancelled=cancelled)
-        )
-        await at_work.wait()
-        task.cancel()
-        await asyncio.sleep(0)
-        assert not task.done()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert ended == [True]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Session, "execute", held_up)
+            task = asyncio.create_task(admin.discard_async(InboxFilter(consumer="billing")))
+            await at_work.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         (status,) = await admin.status_async()
         assert status.counts == {"dead": 3}
+
+    on_a_shop(new_database, work)
+
+
+def test_a_change_is_followed_and_ends_with_the_loop_around_it(
+    new_database: Callable[[str], str],
+) -> None:
+    async def work(shop: Shop) -> None:
+        await shop.deliver("a", "b")
+        admin, where = Admin(shop.app), InboxFilter(consumer="billing")
+        async for so_far in admin.batches_async("retry", where, most=1):
+            assert so_far.count == 1
+        shop.failing = False
+        async with aclosing(admin.canary_steps_async(where)) as steps:
+            async for redriven in steps:
+                # of the two it is the one that is still dead
+                assert redriven.count == 1
+                break
+        (status,) = await admin.status_async()
+        assert status.counts == {"failed": 2}
 
     on_a_shop(new_database, work)
 

@@ -21,7 +21,7 @@ from tests.support.recording import Recorder
 from tests.support.waiting import DEADLINE_S
 from tests.support.workers import run_of
 from txbox import App, ConfigurationError, Message, Outbox, Outgoing, RelayPolicy, RetryPolicy
-from txbox.admin import Admin, OutboxFilter
+from txbox.admin import Admin, OutboxFilter, changes
 from txbox.errors import BrokerError, MessageRefused
 from txbox.events import Event, RelayPaused, RelayResumed, RowsChanged
 from txbox.maintenance import Task, run_once
@@ -263,9 +263,8 @@ def test_changes_in_bulk_are_batches_with_an_audit_row_each(
     stage(database_url, plain_connection, *(Outgoing(topic="t", body=n) for n in range(1203)))
     with raw(database_url) as look:
         look.execute("UPDATE txbox_outbox SET status = 'dead'")
-        seen: list[int] = []
         with Admin(database_url) as admin:
-            assert admin.retry(OutboxFilter(), progress=seen.append).count == 1203
+            seen = [so_far.count for so_far in admin.batches("retry", OutboxFilter())]
         assert seen == [500, 1000, 1203]
         rows = look.rows("SELECT affected FROM txbox_audit ORDER BY number")
         assert [row[0] for row in rows] == [500, 500, 203]
@@ -306,8 +305,8 @@ def test_a_reroute_meets_no_row_twice(
         assert {row.route for row in admin.list(where)} == {"elsewhere"}
 
 
-def test_a_reroute_meets_rows_whatever_becomes_of_them_meanwhile(
-    database_url: str, plain_connection: Connect, raw: Look
+def test_a_reroute_meets_rows_whatever_becomes_of_them_between_two_batches(
+    database_url: str, plain_connection: Connect, raw: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A delayed row that is due after those that were due before is in neither of two passes."""
     hour = timedelta(hours=1)
@@ -318,12 +317,12 @@ def test_a_reroute_meets_rows_whatever_becomes_of_them_meanwhile(
         Outgoing(topic="t", body="delayed", delay=hour),
     )
     with raw(database_url) as look, Admin(database_url) as admin:
-
-        def time_passes(_done: int) -> None:
+        monkeypatch.setattr(changes, "_BATCH", 1)
+        done = 0
+        for so_far in admin.batches("reroute", OutboxFilter(topic="t"), to="elsewhere"):
             look.execute("UPDATE txbox_outbox SET available_at = staged_at")
-
-        changed = admin.reroute(OutboxFilter(topic="t"), "elsewhere", progress=time_passes)
-        assert changed.count == 2
+            done = so_far.count
+        assert done == 2
         assert {row.message_id for row in admin.list(OutboxFilter(route="elsewhere"))} == {
             due, delayed,
         }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.support.databases import Raw
 from tests.support.shop import TOPIC, Shop, opened, paid, statuses
 from tests.support.waiting import DEADLINE_S, eventually
 from txbox import Limits, Message, Outcome, Retention
-from txbox.admin import Admin, QuarantineFilter
+from txbox.admin import Admin, InboxFilter, QuarantineFilter
 from txbox.events import QuarantineTrimmed, RowsChanged
 from txbox.maintenance import Task, run_once
 
@@ -97,6 +98,37 @@ def test_several_are_named_at_once_and_an_id_is_for_one(command: Command, shop: 
     told = command(*words, "--json", code=1).json
     assert (told["count"], told["sample"][0]["message_id"]) == (1, "big")
     assert [refusal["message_id"] for refusal in told["refused"]] == ["a"]
+
+
+@pytest.mark.every_database
+def test_a_dry_run_waits_for_no_lock_and_tells_the_same_beside_one(shop: Shop) -> None:
+    """Neither for rows that somebody changes, nor on SQLite for its one writer."""
+    shop.raw.execute("UPDATE txbox_inbox SET status = 'dead', payload = ?, has_payload = ?", (b"{}", True))  # fmt: skip
+    where = QuarantineFilter(consumer="billing")
+
+    def dry_runs(admin: Admin) -> list[Any]:
+        big = QuarantineFilter(consumer="billing", message_id="big")
+        return [
+            admin.retry(InboxFilter(consumer="billing"), dry_run=True),
+            admin.discard(where, dry_run=True),
+            admin.accept(where, dry_run=True),
+            admin.accept(big, message_id="a", dry_run=True),
+            admin.edit("billing", "a", payload=b"[]", dry_run=True),
+        ]
+
+    with Admin(shop.app) as admin:
+        before = dry_runs(admin)
+        retried, discarded, accepted, taken, _ = before
+        assert (retried.count, len(retried.sample), discarded.count) == (1, 1, 3)
+        assert [key["message_id"] for key in accepted.sample] == ["big"]
+        assert len(accepted.refused) == 2
+        assert "another message under the id a" in taken.refused[0]["reason"]
+        with Raw(shop.url) as other:
+            other.execute("BEGIN IMMEDIATE" if other.product == "sqlite" else "BEGIN")
+            other.execute("UPDATE txbox_inbox SET starts = starts + 1")
+            other.execute("UPDATE txbox_quarantine SET seen = seen + 1")
+            assert dry_runs(admin) == before
+            other.execute("ROLLBACK")
 
 
 def test_what_is_accepted_is_processed_under_its_id(command: Command, shop: Shop) -> None:

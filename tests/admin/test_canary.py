@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -56,9 +56,12 @@ def test_a_thousand_whose_cause_is_there_stop_after_the_first_and_go_through_onc
         assert counts(view)["dead"] >= 999
 
         broken.gateway = False
-        steps: list[Step] = []
         done: list[int] = []
-        redriven = admin.canary(GROUP, actor="ann", on_step=steps.append, progress=done.append)
+        for redriven in admin.canary_steps(GROUP, actor="ann"):
+            done.append(redriven.count)
+            # nothing more is let go before the step is over
+            assert all(not step.waiting for step in redriven.steps[:-1])
+        steps = redriven.steps
         assert redriven.stopped is None
         assert redriven.left == 0
         assert [step.count for step in steps][:2] == [1, 10]
@@ -68,7 +71,7 @@ def test_a_thousand_whose_cause_is_there_stop_after_the_first_and_go_through_onc
             == redriven.count
             >= 999
         )
-        assert done[-1] == redriven.count
+        assert done == sorted(done)
     audited = view.rows("SELECT actor, action, affected, reason FROM txbox_audit ORDER BY number")
     assert audited[0] == ("ann", "retry", 1, "canary: try")
     assert sum(int(affected) for *_, affected, _ in audited) == 1 + redriven.count
@@ -91,13 +94,15 @@ def test_it_fails_in_another_way(sqlite_url: str, raw: Callable[[str], Raw]) -> 
     assert redriven.steps == (Step(count=1, otherwise=1),)
 
 
-def test_it_is_cancelled_between_two_steps(sqlite_url: str, raw: Callable[[str], Raw]) -> None:
-    bury(raw(sqlite_url), 30)
-    enough, broken = threading.Event(), Broken()
-    broken.gateway = False
-    with shop(sqlite_url, broken) as app, running(worker(app)), Admin(sqlite_url) as admin:
-        redriven = admin.canary(GROUP, on_step=lambda _: enough.set(), cancelled=enough.is_set)
-    assert (redriven.stopped, redriven.count, redriven.left) == ("cancelled", 1, 29)
+def test_it_ends_with_the_loop_around_it(sqlite_url: str, raw: Callable[[str], Raw]) -> None:
+    view = raw(sqlite_url)
+    bury(view, 30)
+    # nobody runs them
+    with Admin(sqlite_url) as admin, closing(admin.canary_steps(GROUP)) as steps:
+        redriven = next(steps)
+    assert (redriven.stopped, redriven.count, redriven.left) == (None, 1, 29)
+    assert redriven.steps == (Step(count=1, waiting=1),)
+    assert counts(view) == {"failed": 1, "dead": 29}
 
 
 def test_what_a_transaction_holds_is_not_called_retried(

@@ -42,7 +42,7 @@ ELSEWHERE = {
     "store/jobs": "maintenance/test_maintenance.py",
     "store/outbox": "worker/test_relay.py",
     "testing/recording": "testing/test_proof.py",
-    "ui/operations": "ui/test_pages.py",
+    "ui/changes": "ui/test_pages.py",
     "ui/render": "ui/test_pages.py",
     "ui/security": "ui/test_ui_access.py",
     "worker/driving": "worker/test_worker.py",

@@ -78,7 +78,7 @@ class Browser:
     def get(self, path: str) -> Answer:
         return self.ask("GET", path)
 
-    def post(self, path: str, on: str = "/operations", **form: object) -> Answer:
+    def post(self, path: str, on: str = "/audit", **form: object) -> Answer:
         """Send a form as the page `on` of the dashboard would."""
         token = self.get(on).value("form_token")
         return self.ask("POST", path, {"form_token": token, **form})

@@ -43,7 +43,6 @@ PAGES = {
     "workers": "/workers",
     "database": "/database?examine=1",
     "audit": "/audit",
-    "changes": "/operations",
 }
 
 

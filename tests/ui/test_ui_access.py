@@ -132,7 +132,7 @@ def test_logging_in_takes_the_token_of_its_form(app: App, serve: Serve) -> None:
 def test_a_form_of_another_login_is_refused(app: App, serve: Serve) -> None:
     browser = serve(app, authenticator=Tokens(Token(ANN, actor="ann"), Token(BOB, actor="bob")))
     assert browser.log_in(ANN).status == 303
-    token = browser.get("/operations").value("form_token")
+    token = browser.get("/audit").value("form_token")
     assert browser.log_in(BOB).status == 303
     assert browser.ask("POST", "/logout", {"form_token": token}).status == 400
 
@@ -198,7 +198,7 @@ def test_hosts_that_are_known(host: str, known: bool) -> None:
 )
 def test_a_form_of_another_site_is_refused(headers: dict[str, str], app: App, serve: Serve) -> None:
     browser = serve(app)
-    token = browser.get("/operations").value("form_token")
+    token = browser.get("/audit").value("form_token")
     answer = browser.ask("POST", "/logout", {"form_token": token}, headers)
     assert answer.status == 400
     assert "another site" in answer.text
@@ -241,12 +241,12 @@ def test_each_token_has_its_name_and_its_grants(app: App, serve: Serve) -> None:
     assert browser.log_in(ANN + BOB).status == 401
     assert browser.log_in(ANN).status == 303
     assert "ann" in browser.get("/").text
-    assert browser.post("/cancel", name="x").status == 404
+    assert browser.post("/change").status == 400
     assert browser.post("/reveal").status == 403
     assert browser.log_in(BOB).status == 303
-    assert browser.post("/cancel", name="x").status == 403
+    assert browser.post("/change").status == 403
     assert browser.log_in(TOKEN).status == 303
-    assert browser.post("/cancel", name="x").status == 403
+    assert browser.post("/change").status == 403
 
 
 def test_credentials_in_the_header_are_enough(app: App, serve: Serve) -> None:
@@ -309,10 +309,10 @@ def test_a_proxy_on_loopback_says_who_asks(filled_sqlite: App, serve: Serve) -> 
     browser = serve(filled_sqlite, authenticator=who)
     assert browser.get("/").status == 401
     browser.headers["X-User"] = "ann"
-    assert browser.post("/cancel", on="/messages", name="x").status == 404
+    assert browser.post("/change", on="/messages").status == 400
     browser.headers["X-User"] = "josé".encode().decode("latin-1")
     assert "josé" in browser.get("/").text
-    assert browser.post("/cancel", on="/messages", name="x").status == 403
+    assert browser.post("/change", on="/messages").status == 403
     for nobody in ("", " ", "x" * 256, "a\tb"):
         browser.headers["X-User"] = nobody
         assert browser.get("/").status == 401
@@ -396,7 +396,7 @@ def test_the_host_application_may_say_who_asks(filled_sqlite: App, serve: Serve)
     browser.headers["X-User"] = "carol"
     assert "carol" in browser.get("/").text
     assert browser.post("/reveal", on="/messages").status == 403
-    assert browser.post("/cancel", on="/messages", name="x").status == 404
+    assert browser.post("/change", on="/messages").status == 400
 
 
 def test_failed_logins_are_bounded(app: App, serve: Serve) -> None:
@@ -560,7 +560,7 @@ def test_a_form_that_is_too_large_is_refused(app: App, serve: Serve) -> None:
     assert [answer.status for answer in large.values()] == [413, 413]
     assert "choose fewer messages" in large["/confirm"].text
     assert "txbox edit" in large["/edit"].text
-    token = browser.get("/operations").value("form_token")
+    token = browser.get("/audit").value("form_token")
     many = {"form_token": token, "pick": ["x"] * 600}
     assert browser.ask("POST", "/confirm", many).status == 400
 
@@ -589,7 +589,7 @@ def test_a_choice_that_names_no_message_is_400(key: str, app: App, serve: Serve)
 
 def test_what_is_not_there_is_404_and_the_wrong_verb_405(app: App, serve: Serve) -> None:
     browser = serve(app)
-    for path in ("/nothing", "/message?consumer=billing&message_id=x", "/operation?name=x"):
+    for path in ("/nothing", "/message?consumer=billing&message_id=x"):
         assert browser.get(path).status == 404
     answer = browser.get("/confirm")
     assert (answer.status, answer.headers["allow"]) == (405, "POST")

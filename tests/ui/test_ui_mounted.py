@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
@@ -17,7 +16,6 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from tests.support.dashboard import TOKEN, fill, shop
-from tests.support.waiting import DEADLINE_S
 from tests.ui.conftest import ALL, Browser, served
 from txbox import App
 from txbox.ui import Dashboard, Token
@@ -121,11 +119,6 @@ def test_every_link_leads_to_a_page_and_a_form_is_taken(
         assert (login.status, login.headers["location"]) == (303, f"{base}/messages")
         assert f"path={base};" in login.headers["set-cookie"].lower()
 
-        ended = threading.Event()
-        dashboard._pages.changes.start(
-            lambda _operation: [str(ended.wait(DEADLINE_S))],
-            title="Retry", actor="ann", reason=None, expected=1, back="/messages",
-        )  # fmt: skip
         waiting = deque([f"{base}/"])
         seen = {*waiting}
         while waiting:
@@ -140,8 +133,7 @@ def test_every_link_leads_to_a_page_and_a_form_is_taken(
             found = {urljoin(at, link).partition("#")[0] for link in page.links} - seen
             seen |= found
             waiting += sorted(found)
-        ended.set()
-        assert {f"{base}/audit", f"{base}/operations"} < seen
+        assert f"{base}/audit" in seen
         assert any("message_id=order-0001" in each for each in seen)
 
         for action in ("pause", "resume"):

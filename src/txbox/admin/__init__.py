@@ -3,7 +3,7 @@ canary.py, encrypt.py and replay.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -41,6 +41,26 @@ def _twin(
     return twin
 
 
+def _iterated(
+    verb: Callable[Concatenate[OperatorT, P], Generator[T]],
+) -> Callable[Concatenate[OperatorT, P], AsyncGenerator[T]]:
+    async def twin(*args: Any, **kwargs: Any) -> AsyncGenerator[T]:
+        steps = verb(*args, **kwargs)
+        try:
+            # no step is None, which then stands for the end
+            while (step := await run_verb(next, steps, None)) is not None:
+                yield step
+        finally:
+            await run_verb(steps.close)
+
+    vars(twin)["__wrapped__"] = verb
+    twin.__name__, twin.__doc__ = (
+        f"{verb.__name__}_async",
+        f"`{verb.__name__}` inside a running event loop.",
+    )
+    return twin
+
+
 class Admin(Queries, Replays, Canary, Encryption):
     """The operator's view of one inbox and outbox. A filter says which table a verb is about.
 
@@ -51,8 +71,12 @@ class Admin(Queries, Replays, Canary, Encryption):
 
     Nothing connects before the first verb. A verb may be called from any thread. Inside a running event loop await
     its twin: `await admin.retry_async(…)` does what `admin.retry(…)` does, and so for each verb. A twin uses async
-    connections, and runs async handlers, in that loop; the rest runs in another thread, callbacks like `progress`
-    included. Cancelled, it ends after the batch at work.
+    connections, and runs async handlers, in that loop; the rest runs in another thread. Cancelled, it ends
+    after the batch at work.
+
+    A change of many messages can be followed: `for so_far in admin.batches("retry", …)`, or inside a loop
+    `async for so_far in admin.batches_async("retry", …)`, has the change so far after each committed batch, and
+    `break` ends it.
     """
 
     status_async = _twin(Queries.status)
@@ -83,6 +107,7 @@ class Admin(Queries, Replays, Canary, Encryption):
     show_async = _twin(Queries.show)
     reveal_async = _twin(Queries.reveal)
     explain_async = _twin(Queries.explain)
+    batches_async = _iterated(Changes.batches)
     retry_async = _twin(Changes.retry)
     discard_async = _twin(Changes.discard)
     reroute_async = _twin(Changes.reroute)
@@ -92,6 +117,9 @@ class Admin(Queries, Replays, Canary, Encryption):
     resume_async = _twin(Changes.resume)
     why_not_async = _twin(Changes.why_not)
     replay_async = _twin(Replays.replay)
+    replay_batches_async = _iterated(Replays.replay_batches)
     rehearse_async = _twin(Replays.rehearse)
     canary_async = _twin(Canary.canary)
+    canary_steps_async = _iterated(Canary.canary_steps)
     encrypt_async = _twin(Encryption.encrypt)
+    encrypt_batches_async = _iterated(Encryption.encrypt_batches)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal, Unpack, cast
+from typing import Literal, Unpack
 
-from txbox.admin.changes import ChangeOptions, Changes
+from txbox.admin.changes import ChangeOptions, Changes, Key, result_of
 from txbox.admin.reader import Operator
 from txbox.admin.tables import InboxFilter
 from txbox.errors import ConfigurationError
@@ -23,7 +23,7 @@ _LOOK_S, _AGAIN = 0.25, 10
 #: Consumer and id.
 Named = tuple[str, str]
 #: "returned": a message failed as before; "otherwise": none was processed; "nobody": no worker took them.
-Why = Literal["returned", "otherwise", "nobody", "cancelled"]
+Why = Literal["returned", "otherwise", "nobody"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,20 +100,13 @@ class Redriven:
                 return f"Stopped: every message failed in another way. {rest}."
             case "nobody":
                 return f"Stopped: no worker took the messages. Does one run, and is the consumer paused? {rest}."
-            case "cancelled":
-                return f"Cancelled. {rest}."
 
 
 class Canary(Changes):
     """Retries in steps."""
 
     def canary(
-        self,
-        where: InboxFilter,
-        *,
-        patience: timedelta = _PATIENCE,
-        on_step: Callable[[Step], None] | None = None,
-        **how: Unpack[ChangeOptions],
+        self, where: InboxFilter, *, patience: timedelta = _PATIENCE, **how: Unpack[ChangeOptions]
     ) -> Redriven:
         """Retry dead messages one, then ten, then five hundred at a time, as long as their failure does not return.
 
@@ -123,12 +116,21 @@ class Canary(Changes):
 
         Args:
             patience: stop when no message of a step has been processed or failed for so long.
-            on_step: called after each step.
 
         Raises:
             ConfigurationError: a filter that names a message, or another status than dead.
 
         Guarantee: that of `retry`; after a crash the released messages are retried, the rest stay dead.
+        """
+        return result_of(self.canary_steps(where, patience=patience, **how))
+
+    def canary_steps(
+        self, where: InboxFilter, *, patience: timedelta = _PATIENCE, **how: Unpack[ChangeOptions]
+    ) -> Generator[Redriven]:
+        """Do what `canary` does, and yield what has become of the messages so far, several times a second.
+
+        The last one yielded is the result, and there is at least one. Leaving the loop ends the canary there: no
+        message is retried any more.
         """
         if where.message_id is not None:
             raise ConfigurationError("A canary is for many messages: retry one by its id.")
@@ -137,61 +139,49 @@ class Canary(Changes):
                 f"A canary is for dead messages, not {where.status} ones: leave the status out."
             )
         where = replace(where, status=Status.DEAD)
-        total = self.retry(where, dry_run=True, most=how.get("most")).count
+        reason, most = how.get("reason"), how.get("most")
+        how = {**how, "reason": f"canary: {reason}" if reason else "canary"}
         steps: list[Step] = []
-        if how.get("dry_run"):
-            return Redriven(steps=(), count=0, left=total, stopped=None)
-        reason, report = how.get("reason"), how.get("progress")
-        who = {"actor": how.get("actor"), "reason": f"canary: {reason}" if reason else "canary"}
-        is_cancelled = how.get("cancelled") or (lambda: False)
-        count = 0
-        why: Why | None = None
-        while why is None and count < total:
-            if is_cancelled():
-                why = "cancelled"
-                break
-            size = min(_SIZES[min(len(steps), len(_SIZES) - 1)], total - count)
-            options = cast("ChangeOptions", {**who, "most": size})
-            changed = self._change("retry", where, options, named_max=size)
-            if not changed.count:
-                break
-            count += changed.count
-            if report is not None:
-                report(count)
-            keys = [(key["consumer"], key["message_id"]) for key in changed.sample]
-            step, why = _settled(self, where.fingerprint, keys, is_cancelled, patience)
+        for changed, keys in self._batches("retry", where, how, sizes=_SIZES):
+            total = sum(matching.rows for matching in changed.matching)
+            total = total if most is None else min(most, total)
+            count = 0 if changed.dry_run else changed.count
+            # more may have died meanwhile
+            rest = max(0, total - count)
+            so_far = Redriven(steps=tuple(steps), count=count, left=rest, stopped=None)
+            if not keys:
+                yield so_far
+                return
+            for step, why in _watched(self, where.fingerprint, keys, patience):
+                yield replace(so_far, steps=(*steps, step), stopped=why)
+                if why is not None:
+                    return
             steps.append(step)
-            if on_step is not None:
-                on_step(step)
-        remaining = max(0, total - count)
-        return Redriven(steps=tuple(steps), count=count, left=remaining, stopped=why)
 
 
-def _settled(
-    operator: Operator,
-    fingerprint: str | None,
-    keys: Sequence[Named],
-    cancelled: Callable[[], bool],
-    patience: timedelta,
-) -> tuple[Step, Why | None]:
-    """Wait until all have run, one has failed as before, or nothing happens any more."""
+def _watched(
+    operator: Operator, fingerprint: str | None, keys: Sequence[Key], patience: timedelta
+) -> Generator[tuple[Step, Why | None]]:
+    """Look until all have run, one has failed as before, or nothing happens any more."""
     waiting, since = len(keys), time.monotonic()
     while True:
         step = _step(operator, fingerprint, keys)
         if step.returned:
-            return step, "returned"
+            yield step, "returned"
+            return
         if not step.waiting:
-            return step, None if step.processed or not step.otherwise else "otherwise"
+            yield step, None if step.processed or not step.otherwise else "otherwise"
+            return
         if step.waiting < waiting:
             waiting, since = step.waiting, time.monotonic()
-        if cancelled():
-            return step, "cancelled"
         if time.monotonic() - since > patience.total_seconds():
-            return step, "nobody"
+            yield step, "nobody"
+            return
+        yield step, None
         time.sleep(_LOOK_S)
 
 
-def _step(operator: Operator, fingerprint: str | None, keys: Sequence[Named]) -> Step:
+def _step(operator: Operator, fingerprint: str | None, keys: Sequence[Key]) -> Step:
     """What has become of these messages; those that are gone count nowhere."""
     consumers, ids = zip(*keys, strict=True)
     rows = operator.rows("inbox_states", rows={"consumer": consumers, "message_id": ids})

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,16 +54,20 @@ from txbox.message import Headers, Message
 from txbox.outcome import Status
 from txbox.policy import HIDDEN, Limits
 from txbox.processing.failure import BROKEN
-from txbox.session import Session
+from txbox.session import Result, Session, Statement
 from txbox.store.activity import pause, resume
 from txbox.store.codec import Arrival, Row, quarantine_hash
 from txbox.store.inbox import InboxStore
 
 T = TypeVar("T")
+#: Reads rows, in a transaction or alone.
+Read = Callable[[Statement], Awaitable[Result]]
 #: What names a row: the columns of `Table.key`.
 Key = tuple[Any, ...]
 _SAMPLE = 10
 _BATCH = 500
+# each is a transaction of its own
+_ACCEPTED = 50
 _CONFLICT_PAUSE_S = 0.05
 _PAYLOAD_GONE = (
     "its payload was dropped (Retention.quarantine_bytes): let its producer send it again"
@@ -63,9 +77,6 @@ _PAYLOAD_CUT = (
     "payload_hash=, else let its producer send it again"
 )
 
-#: Called after each batch with the number of messages done so far.
-Progress = Callable[[int], None]
-
 
 class ChangeOptions(TypedDict, total=False):
     """The options of every change.
@@ -73,18 +84,14 @@ class ChangeOptions(TypedDict, total=False):
     Keys:
         actor: who, for `txbox_audit`; by default the login name and the host.
         reason: why, for `txbox_audit`.
-        dry_run: count, and change nothing.
-        progress: called after each batch with the number of messages done so far.
+        dry_run: count, and neither change nor lock anything.
         most: change at most so many, the oldest first.
-        cancelled: called before each batch; True ends the change there.
     """
 
     actor: str | None
     reason: str | None
     dry_run: bool
-    progress: Progress | None
     most: int | None
-    cancelled: Callable[[], bool] | None
 
 
 class Matching(NamedTuple):
@@ -98,7 +105,7 @@ class Matching(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """What a change did, or in a dry run would do.
+    """What a change has done so far, or in a dry run would do.
 
     Attributes:
         count: rows changed.
@@ -106,16 +113,14 @@ class Changed:
         without_payload: rows that match a retry, and cannot be retried.
         sample: the keys of the first changed rows.
         refused: the keys of rows that cannot be accepted, with the reason.
-        cancelled: it ended before everything that matches was changed.
     """
 
     action: Verb | Literal["replay"]
     dry_run: bool
-    count: int
-    spared: int
-    sample: tuple[dict[str, str], ...]
+    count: int = 0
+    spared: int = 0
+    sample: tuple[dict[str, str], ...] = ()
     refused: tuple[dict[str, str], ...] = ()
-    cancelled: bool = False
     without_payload: int = 0
     matching: tuple[Matching, ...] = ()
 
@@ -149,6 +154,11 @@ class Batch(NamedTuple):
     cursor: Any
 
 
+def result_of(steps: Iterable[T]) -> T:
+    """Carry a change out to its end."""
+    return deque(steps, maxlen=1).pop()
+
+
 class Changes(Operator):
     """The verbs that change messages. A filter says which table a verb is about."""
 
@@ -161,7 +171,7 @@ class Changes(Operator):
 
         Guarantee: batches are small transactions with their audit row, and never wait for live traffic.
         """
-        return self._change("retry", where, how)
+        return result_of(self.batches("retry", where, **how))
 
     def discard(
         self, where: InboxFilter | OutboxFilter | QuarantineFilter, **how: Unpack[ChangeOptions]
@@ -173,7 +183,7 @@ class Changes(Operator):
         A quarantined message loses its payload at once, and its row after `Retention.quarantine`.
         The guarantee is that of `retry`.
         """
-        return self._change("discard", where, how)
+        return result_of(self.batches("discard", where, **how))
 
     def reroute(self, where: OutboxFilter, to: str, **how: Unpack[ChangeOptions]) -> Changed:
         """Give outgoing messages another route, with a full new budget of attempts, under their ids.
@@ -185,7 +195,7 @@ class Changes(Operator):
             to: a route as `topics` and `list` show it, or the name= of app.publish; "" is any App that
                 publishes or consumes the topic.
         """
-        return self._change("reroute", where, how, to=to)
+        return result_of(self.batches("reroute", where, to=to, **how))
 
     def accept(
         self,
@@ -207,23 +217,7 @@ class Changes(Operator):
 
         Guarantee: each pending row, the end of its quarantine row and its audit row are one commit.
         """
-        if message_id is not None:
-            several = sum(matching.rows for matching in self._matching("accept", where))
-            if several > 1:
-                raise ConfigurationError(
-                    f"A new id is for one message, and {several} match: give the hash, too."
-                )
-
-        def accept(key: Key, audit: Audit | None) -> str | None:
-            arrival_of = partial(self._accepted, key, message_id)
-            token = secrets.token_hex(16)
-            try:
-                self.on_database(again, _accept, self.store, key, arrival_of, audit, token=token)
-            except (UnusableMessage, UnreadableMessage) as error:
-                return str(error)
-            return None
-
-        return self._change("accept", where, how, each=accept)
+        return result_of(self.batches("accept", where, message_id=message_id, **how))
 
     def _accepted(self, key: Key, message_id: str | None, message: Message[Any]) -> Arrival:
         consumer, known, _ = key
@@ -344,72 +338,111 @@ class Changes(Operator):
         self.emit(action, int(done), None if dry_run else audit)
         return done
 
-    def _change(
+    # -- batches ------------------------------------------------------------------------------
+
+    def batches(
+        self,
+        verb: Verb,
+        where: Filter[Any, Any],
+        *,
+        to: str | None = None,
+        message_id: str | None = None,
+        **how: Unpack[ChangeOptions],
+    ) -> Generator[Changed]:
+        """Do what `retry`, `discard`, `reroute` or `accept` does, and yield the change so far after each batch.
+
+        The last one yielded is the result, and there is at least one. Leaving the loop ends the change there: batches
+        that were committed stay. Between two of them no connection is in use, and nothing is locked.
+
+        Args:
+            to: the new route, for a reroute.
+            message_id: as for `accept`.
+        """
+        for changed, _ in self._batches(verb, where, how, to=to, message_id=message_id):
+            yield changed
+
+    def _batches(
         self,
         verb: Verb,
         where: Filter[Any, Any],
         how: ChangeOptions,
         *,
         to: str | None = None,
-        each: Callable[[Key, Audit | None], str | None] | None = None,
-        named_max: int = _SAMPLE,
-    ) -> Changed:
-        """Change what a filter matches, in batches; or one by one with `each`, which says why a message is refused."""
-        table, audit, report = where.table, audit_of(how), how.get("progress")
+        message_id: str | None = None,
+        sizes: Iterable[int] = (),
+    ) -> Generator[tuple[Changed, list[Key]]]:
+        """Yield the change so far and the keys of its last batch.
+
+        Args:
+            sizes: of the first batches; the last of them is that of the others, too.
+        """
+        table, audit, most = where.table, audit_of(how), how.get("most")
         meant = where.named or getattr(where, "error_type", None) == BROKEN.error_type
         broken = BROKEN.error_type if verb == "retry" and table is INBOX and not meant else None
         counted = self._matching(verb, where, broken)
-        without_payload = 0
+        if message_id is not None and (several := _rows(counted)) > 1:
+            raise ConfigurationError(
+                f"A new id is for one message, and {several} match: give the hash, too."
+            )
+        bare = 0
         if verb == "retry" and table is INBOX and not where.named:
-            every = self._matching(verb, where, needs_payload=False)
-            without_payload = _rows(every) - _rows(counted)
-        most, is_cancelled = how.get("most"), how.get("cancelled")
-        count = spared = 0
-        cancelled = False
-        sample: list[Key] = []
-        refused: list[dict[str, str]] = []
+            bare = _rows(self._matching(verb, where, needs_payload=False)) - _rows(counted)
+        done = Changed(
+            action=verb, dry_run=audit is None, without_payload=bare, matching=tuple(counted)
+        )
+        # of a dry run only the sample is read, except where each row may be refused
+        only_sample = audit is None and verb != "accept"
+        following = iter(sizes)
+        size = next(following, _ACCEPTED if verb == "accept" else _BATCH)
+        is_quiet = True
         try:
             # the outbox has one order for all statuses
             for matching in counted if table is not OUTBOX else counted[:1]:
                 after, more = None, True
-                while more and (audit or each or len(sample) < named_max):
-                    if most is not None and count >= most:
-                        break
-                    if is_cancelled is not None and is_cancelled():
-                        cancelled = True
+                while more and (most is None or done.count < most):
+                    if only_sample and len(done.sample) == _SAMPLE:
                         break
                     batch = self.on_database(
-                        again, _batch, self.store, verb, where, matching, None if each else audit,
-                        spared=broken, after=after, to=to, most=None if most is None else most - count,
+                        again, _batch, self.store, verb, where, matching, None if verb == "accept" else audit,
+                        spared=broken, after=after, to=to, limit=size if most is None else min(size, most - done.count),
                     )  # fmt: skip
-                    whys = {key: each(key, audit) for key in batch.keys} if each else {}
-                    refused += [
-                        {**_key(table, key), "reason": why} for key, why in whys.items() if why
-                    ]
-                    changed = [key for key in batch.keys if not whys.get(key)]
-                    sample += changed[: named_max - len(sample)]
-                    count, spared = count + len(changed), spared + batch.spared
                     after, more = batch.cursor, batch.cursor is not None
-                    if report is not None and audit is not None:
-                        report(count)
+                    keys, refused = batch.keys, dict[Key, str]()
+                    if verb == "accept":
+                        whys = ((key, self._accept(key, message_id, audit)) for key in keys)
+                        refused = {key: why for key, why in whys if why is not None}
+                        keys = [key for key in keys if key not in refused]
+                    named = (_key(table, key) for key in keys[: _SAMPLE - len(done.sample)])
+                    reasons = ({**_key(table, key), "reason": why} for key, why in refused.items())
+                    done = replace(
+                        done,
+                        count=done.count + len(keys),
+                        spared=done.spared + batch.spared,
+                        sample=(*done.sample, *named),
+                        refused=(*done.refused, *reasons),
+                    )
+                    if not only_sample and (keys or refused):
+                        is_quiet = False
+                        yield done, keys
+                        size = next(following, size)
         finally:
             # batches that are done stay done, however this ends
-            self.emit(table.audited.format(verb), count, audit)
-        if audit is None and each is None:
+            self.emit(table.audited.format(verb), done.count, audit)
+        if only_sample:
             total = sum(matching.rows for matching in counted)
-            count = total if most is None else min(most, total)
             spared = sum(matching.spared for matching in counted)
-        return Changed(
-            action=verb,
-            dry_run=audit is None,
-            count=count,
-            spared=spared,
-            sample=tuple(_key(table, key) for key in sample),
-            refused=tuple(refused),
-            cancelled=cancelled,
-            without_payload=without_payload,
-            matching=tuple(counted),
-        )
+            done = replace(done, count=total if most is None else min(most, total), spared=spared)
+        if is_quiet:
+            yield done, []
+
+    def _accept(self, key: Key, message_id: str | None, audit: Audit | None) -> str | None:
+        """Accept one message; returns why it is refused."""
+        arrival_of, token = partial(self._accepted, key, message_id), secrets.token_hex(16)
+        try:
+            self.on_database(again, _accept, self.store, key, arrival_of, audit, token=token)
+        except (UnusableMessage, UnreadableMessage) as error:
+            return str(error)
+        return None
 
     def _matching(
         self,
@@ -542,15 +575,21 @@ def _check_edited(handler: Handler, arrival: Arrival, after: Message[Any], limit
 
 
 @asynccontextmanager
-async def transaction(db: Session, *, commit: bool) -> AsyncGenerator[None]:
-    """A transaction that ends with this block; rolled back in a dry run, and when the change is refused."""
+async def transaction(db: Session, *, commit: bool = True) -> AsyncGenerator[Read]:
+    """A transaction that ends with this block, rolled back when the change is refused; a dry run has none.
+
+    Yields: what reads the rows to change.
+    """
+    if not commit:
+        yield db.alone
+        return
     await db.begin()
     try:
-        yield
+        yield db.execute
     except (ConfigurationError, UnusableMessage, UnreadableMessage):
         await db.rollback()
         raise
-    await (db.commit() if commit else db.rollback())
+    await db.commit()
 
 
 async def _batch(
@@ -563,24 +602,24 @@ async def _batch(
     *,
     spared: str | None,
     after: Any,
+    limit: int,
     to: str | None = None,
-    most: int | None = None,
 ) -> Batch:
     """Change one batch in a transaction of its own, the oldest rows first.
 
     Args:
         where: what the operator asked for, possibly for all consumers.
         matching: the status and consumer of this batch; of the outbox it takes all statuses.
-        audit: None makes it a dry run.
+        audit: None only reads the batch, without locks.
         spared: rows with this error type are counted and skipped.
         after: the `cursor` of the batch before; None for the first.
+        limit: rows that are looked at.
         to: the new route, for a reroute.
-        most: a smaller limit than that of a batch.
 
     Guarantee: rows locked or leased by a delivery or a relay are skipped without waiting; the change
         and its audit row are one commit.
     """
-    table, limit = where.table, _BATCH if most is None else min(most, _BATCH)
+    table = where.table
     params = {
         **where.params(),
         **tables.mark_params(after),
@@ -591,9 +630,10 @@ async def _batch(
         "after": -1 if after is None else after,
         "limit": limit,
     }
-    async with transaction(db, commit=audit is not None):
+    async with transaction(db, commit=audit is not None) as read:
         rows = {"status": _statuses(verb, where)} if table is OUTBOX else None
-        selected = await db.execute(store.dialect.statement(f"{table.name}_select", params, rows))
+        query = f"{table.name}_{'preview' if audit is None else 'select'}"
+        selected = await read(store.dialect.statement(query, params, rows))
         keys = [tuple(key) for *key, _, error in selected.rows if spared is None or error != spared]
         if audit is not None and keys:
             chosen = dict(zip(table.key, zip(*keys, strict=True), strict=True))
@@ -633,15 +673,21 @@ async def _accept(
     consumer, message_id, hashed = key
     hashed = bytes(hashed)
     named = {"consumer": consumer, "message_id": message_id, "hash": hashed}
-    async with transaction(db, commit=audit is not None):
-        locked = await db.execute(store.dialect.statement("quarantine_lock", named))
-        if not locked.rows:
+    async with transaction(db, commit=audit is not None) as read:
+        query = "quarantine_read" if audit is None else "quarantine_lock"
+        waiting = await read(store.dialect.statement(query, named))
+        if not waiting.rows:
             raise UnusableMessage("already accepted or discarded")
-        kept_bytes, message = tables.quarantined(store.columns, locked.rows[0])
+        kept_bytes, message = tables.quarantined(store.columns, waiting.rows[0])
         arrival = arrival_of(message)
         if not _whole(message, message_id, hashed, arrival):
             raise UnusableMessage(_PAYLOAD_CUT if kept_bytes else _PAYLOAD_GONE)
-        if not await store.store(db, consumer, [arrival], token=token):
+        if audit is None:
+            stored = {"consumer": [consumer], "message_id": [arrival.message_id]}
+            is_new = not (await read(store.dialect.statement("inbox_states", {}, stored))).rows
+        else:
+            is_new = bool(await store.store(db, consumer, [arrival], token=token))
+        if not is_new:
             raise UnusableMessage(
                 f"{consumer} has another message under the id {arrival.message_id}: give it one of its own (--id)"
             )
@@ -676,11 +722,12 @@ async def _edit(
     Guarantee: the change, the row that keeps what was there before and the audit row are one commit.
     """
     columns, named = store.columns, where.params()
-    async with transaction(db, commit=audit is not None):
-        locked = await db.execute(store.dialect.statement("edit_lock", named))
-        if not locked.rows:
+    async with transaction(db, commit=audit is not None) as read:
+        query = "edit_read" if audit is None else "edit_lock"
+        stored = await read(store.dialect.statement(query, named))
+        if not stored.rows:
             return None
-        arrival = columns.arrival(str(where.consumer), locked.rows[0]).arrival
+        arrival = columns.arrival(str(where.consumer), stored.rows[0]).arrival
         if arrival.unreadable is not None:
             raise ConfigurationError(f"This message cannot be edited. {arrival.unreadable}")
         after = edited(arrival)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, Unpack
 
-from txbox.admin.changes import ChangeOptions, Changes, Key, again, audit_of, transaction
+from txbox.admin.changes import (
+    ChangeOptions,
+    Changes,
+    Key,
+    again,
+    audit_of,
+    result_of,
+    transaction,
+)
 from txbox.admin.reader import Audit
 from txbox.admin.tables import Filter, InboxFilter, OutboxFilter, QuarantineFilter
 from txbox.errors import ConfigurationError, UnreadableMessage, UnusableMessage
@@ -107,6 +115,12 @@ class _Batch:
     leased: list[Key] = field(default_factory=list[Key])
     reasons: list[str] = field(default_factory=list[str])
 
+    def add(self, other: _Batch) -> None:
+        self.scanned += other.scanned
+        self.counts += other.counts
+        self.leased += other.leased
+        self.reasons += other.reasons
+
 
 class Encryption(Changes):
     """Encodes rows anew."""
@@ -128,58 +142,66 @@ class Encryption(Changes):
         Guarantee: a row's texts and its key change in one commit, with the audit row of the batch, and only while the
             row is neither leased nor locked. After a crash, call it again: finished rows are skipped.
         """
+        return result_of(self.encrypt_batches(patience=patience, **how))
+
+    def encrypt_batches(
+        self, *, patience: timedelta = _PATIENCE, **how: Unpack[ChangeOptions]
+    ) -> Generator[Encrypted]:
+        """Do what `encrypt` does, and yield what was encoded so far after every thousand rows that were looked at.
+
+        The last one yielded is the result. Leaving the loop ends it there.
+        """
         key_id = self.store.columns.key_id
         if key_id is None:
             raise ConfigurationError(
                 "There is nothing to encode with: give the App its codec, such as App(codec=AesGcm({…}))."
             )
-        audit, is_cancelled = audit_of(how), how.get("cancelled") or (lambda: False)
-        report, most = how.get("progress"), how.get("most")
-        looked, changed, cancelled = 0, 0, False
-        tables: list[EncryptedTable] = []
-        reasons: dict[str, None] = {}
+        audit, most = audit_of(how), how.get("most")
+        done = Encrypted(dry_run=audit is None, key_id=key_id, tables=())
         for kind in _KINDS:
-            counts: Counter[str] = Counter()
-            leased: list[Key] = []
-            for page in self._pages(kind):
-                if is_cancelled() or (most is not None and changed >= most):
-                    cancelled = True
-                    break
-                keys = self._behind(page, counts if audit is None else Counter())
-                if audit is not None:
-                    keys = keys if most is None else keys[: most - changed]
-                    done = self._encode(kind, keys, audit)
-                    counts += done.counts
-                    changed += done.counts["count"]
-                    leased += done.leased
-                    reasons |= dict.fromkeys(done.reasons)
-                looked += len(page)
-                if report is not None:
-                    report(looked)
-            until = time.monotonic() + patience.total_seconds()
-            while audit is not None and leased and time.monotonic() < until and not is_cancelled():
-                time.sleep(_AGAIN_S)
-                done = self._encode(kind, leased, audit)
-                counts += done.counts
-                reasons |= dict.fromkeys(done.reasons)
-                leased = self._there(kind, done.leased)
-            self.emit(kind.action, counts["count"], audit)
-            tables.append(
-                EncryptedTable(
+            before, counts = done, Counter[str]()
+            for total, cancelled in self._of_table(kind, audit, patience, most):
+                counts = total.counts
+                table = EncryptedTable(
                     table=f"txbox_{kind.name}",
                     count=counts["count"],
                     plain=counts["plain"],
-                    leased=len(leased),
+                    leased=len(total.leased),
                     unreadable=counts["unreadable"],
                 )
-            )
-        return Encrypted(
-            dry_run=audit is None,
-            key_id=key_id,
-            tables=tuple(tables),
-            reasons=tuple(reasons)[:_REASONS],
-            cancelled=cancelled,
-        )
+                done = replace(
+                    before,
+                    tables=(*before.tables, table),
+                    reasons=tuple(dict.fromkeys((*before.reasons, *total.reasons)))[:_REASONS],
+                    cancelled=before.cancelled or cancelled,
+                )
+                yield done
+            most = None if most is None else most - counts["count"]
+
+    def _of_table(
+        self, kind: _Kind, audit: Audit | None, patience: timedelta, most: int | None
+    ) -> Generator[tuple[_Batch, bool]]:
+        """Yield what became of the rows of a table so far, and whether `most` has ended it."""
+        total, cancelled = _Batch(), False
+        try:
+            for page in self._pages(kind):
+                rest = None if most is None else most - total.counts["count"]
+                if cancelled := rest is not None and rest <= 0:
+                    break
+                keys = self._behind(page, total.counts if audit is None else Counter())
+                if audit is not None:
+                    total.add(self._encode(kind, keys[:rest], audit))
+                yield total, False
+            until = time.monotonic() + patience.total_seconds()
+            while audit is not None and total.leased and time.monotonic() < until:
+                yield total, cancelled
+                time.sleep(_AGAIN_S)
+                leased, total.leased = total.leased, []
+                total.add(self._encode(kind, leased, audit))
+                total.leased = self._there(kind, total.leased)
+        finally:
+            self.emit(kind.action, total.counts["count"], audit)
+        yield total, cancelled
 
     def _pages(self, kind: _Kind) -> Iterator[Sequence[Sequence[Any]]]:
         """The rows of a table in the order of its key, each with its key and the beginnings of its texts."""
@@ -218,11 +240,7 @@ class Encryption(Changes):
         total = _Batch()
         while total.scanned < len(keys):
             rest = keys[total.scanned : total.scanned + _ROWS]
-            done = self.on_database(again, _batch, self.store, kind, rest, audit)
-            total.scanned += done.scanned
-            total.counts += done.counts
-            total.leased += done.leased
-            total.reasons += done.reasons
+            total.add(self.on_database(again, _batch, self.store, kind, rest, audit))
         return total
 
     def _there(self, kind: _Kind, keys: Sequence[Key]) -> list[Key]:
@@ -242,7 +260,7 @@ async def _batch(
     Guarantee: leased or locked rows are skipped without waiting; texts, key and audit row are one commit.
     """
     done, size_bytes, until = _Batch(), 0, time.monotonic() + _LONGEST_S
-    async with transaction(db, commit=True):
+    async with transaction(db):
         for key in keys:
             done.scanned += 1
             named = dict(zip(kind.key, key, strict=True))

@@ -10,12 +10,12 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Literal, Unpack
 
-from txbox.admin.changes import ChangeOptions, Changes, again, audit_of
+from txbox.admin.changes import ChangeOptions, Changes, again, audit_of, result_of
 from txbox.admin.facts import MessageRef, keys_of, links
 from txbox.admin.reader import Application, Audit
 from txbox.admin.tables import InboxFilter, stored_id
@@ -89,16 +89,24 @@ class Replays(Changes):
         Guarantee: a replay that fails leaves its row `processed` and its effects undone. Each batch is
             announced in `txbox_audit` before it runs; with `as_consumer` it is one commit with its rows.
         """
+        return result_of(self.replay_batches(where, as_consumer=as_consumer, **how))
+
+    def replay_batches(
+        self, where: InboxFilter, *, as_consumer: str | None = None, **how: Unpack[ChangeOptions]
+    ) -> Generator[Replayed]:
+        """Do what `replay` does, and yield the replay so far after each batch.
+
+        The last one yielded is the result, and there is at least one. Leaving the loop ends the replay there.
+        """
         self._check_replay(where, as_consumer)
         if as_consumer is None:
             where = replace(where, status=Status.PROCESSED)
-        audit, report, counts = audit_of(how), how.get("progress"), Counter[str]()
-        most, is_cancelled = how.get("most"), how.get("cancelled")
+        audit, most, counts = audit_of(how), how.get("most"), Counter[str]()
         failures: list[ReplayFailure] = []
         ((newest,),) = self.rows("inbox_newest")
         after = -1
         try:
-            while is_cancelled is None or not is_cancelled():
+            while True:
                 limit = _BATCH if most is None else min(_BATCH, most - counts["count"])
                 kept = self._kept(where, after=after, limit=limit) if limit else []
                 batch = [leased for leased in kept if leased.number <= int(newest)]
@@ -113,11 +121,11 @@ class Replays(Changes):
                     self.announce(audit, "replay", where, len(arrivals))
                     for arrival in arrivals:
                         counts[self._run_again(arrival, where, failures)] += 1
-                if report is not None:
-                    report(counts["count"])
+                yield Replayed(dry_run=audit is None, failures=tuple(failures), **counts)
         finally:
             self.emit("replay", counts["processed"] + counts["stored"], audit)
-        return Replayed(dry_run=audit is None, failures=tuple(failures), **counts)
+        if not counts["count"]:
+            yield Replayed(dry_run=audit is None)
 
     def _check_replay(self, where: InboxFilter, as_consumer: str | None) -> None:
         if where.consumer is None:

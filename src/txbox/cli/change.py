@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from txbox.admin import Admin, Changed, OutboxFilter, QuarantineFilter, views
+from txbox.admin.changes import result_of
 from txbox.admin.replay import Replayed
 from txbox.admin.tables import Filter, InboxFilter, Table
 from txbox.app import App
@@ -343,22 +344,26 @@ def _change(args: argparse.Namespace) -> int:
     if getattr(args, "canary", False):
         return _canary(args, targets[0], named=named)
     with admin_of(args, handlers="runs handlers" if runs else None) as admin:
-        change = partial(getattr(admin, args.verb), **options)
+        is_replay = args.verb == "replay"
+        batches: Any = admin.replay_batches if is_replay else partial(admin.batches, args.verb)
+        change = partial(batches, **options)
         who = {"actor": args.actor, "reason": args.reason}
         if args.verb == "reroute" and (warning := admin.unserved(args.to)):
             print_error(f"warning: {shown(warning)}")
         results: list[Any]
         if args.dry_run:
-            results = [change(where, dry_run=True) for where in targets]
+            results = [result_of(change(where, dry_run=True)) for where in targets]
         elif named:
-            results = [change(where, **who) for where in targets]
+            results = [result_of(change(where, **who)) for where in targets]
         else:
-            expected = change(targets[0], dry_run=True).count
+            expected = result_of(change(targets[0], dry_run=True)).count
             if not _agreed_to_change(args, expected, targets[0]):
                 print_error("Nothing was changed.")
                 return 1
             with progress(args.verb, expected or None) as bar:
-                results = [change(targets[0], **who, progress=bar, most=expected)]
+                for so_far in change(targets[0], **who, most=expected):
+                    bar(so_far.count)
+                results = [so_far]
         if args.verb == "retry" and args.kind is InboxFilter:
             _warn_of_idle(admin, targets, results)
         complaints = [
@@ -397,10 +402,14 @@ def _canary(args: argparse.Namespace, where: Filter[Any, Any], *, named: bool) -
             if not _agreed_to_change(args, expected, where):
                 print_error("Nothing was changed.")
                 return 1
-            redriven = admin.canary(
-                where, actor=args.actor, reason=args.reason, most=expected,
-                on_step=lambda step: None if args.json else print_line(step.sentence),
-            )  # fmt: skip
+            who, reported = {"actor": args.actor, "reason": args.reason}, 0
+            for redriven in admin.canary_steps(where, **who, most=expected):
+                # the last one may not be over
+                for step in redriven.steps[reported:-1] if not args.json else ():
+                    print_line(step.sentence)
+                reported = max(reported, len(redriven.steps) - 1)
+            for step in redriven.steps[reported:] if not args.json else ():
+                print_line(step.sentence)
     if args.json:
         print_json({"action": "canary", "dry_run": args.dry_run, **as_json(redriven)})
     elif args.dry_run:
@@ -564,9 +573,10 @@ def _encrypt(args: argparse.Namespace) -> int:
         admin_of(args, handlers="encrypts with the codec of the App") as admin,
         progress("encrypt") as bar,
     ):
-        done = admin.encrypt(
-            actor=args.actor, reason=args.reason, dry_run=args.dry_run, progress=bar
-        )
+        for done in admin.encrypt_batches(
+            actor=args.actor, reason=args.reason, dry_run=args.dry_run
+        ):
+            bar(sum(table.count for table in done.tables))
     code = 0 if done.complete else 1
     if args.json:
         print_json({"action": "encrypt", **as_json(done)})

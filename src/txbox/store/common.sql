@@ -520,9 +520,7 @@ SELECT status, [text consumer], count(*), count(CASE WHEN error_type = :spared::
    AND [inbox_filter]
  GROUP BY status, consumer ORDER BY consumer
 
--- name: inbox_select
--- The rows an operator's command may change now. SKIP LOCKED: what a live delivery holds is left to it.
--- Per consumer in arrival order, which an index has, so that all batches together read each row once.
+-- fragment: inbox_changed
 SELECT [text consumer], [text message_id], arrival, error_type
   FROM [by_status]
    AND (:message_id::text IS NULL OR message_id = :message_id::text AND consumer = :consumer::text)
@@ -532,7 +530,16 @@ SELECT [text consumer], [text message_id], arrival, error_type
    AND arrival > :after::bigint
  ORDER BY arrival
  LIMIT :limit::integer
+
+-- name: inbox_select
+-- The rows an operator's command may change now. SKIP LOCKED: what a live delivery holds is left to it.
+-- Per consumer in arrival order, which an index has, so that all batches together read each row once.
+[inbox_changed]
 [skip_locked]
+
+-- name: inbox_preview
+-- What inbox_select would take, for a dry run: without locks.
+[inbox_changed]
 
 -- name: inbox_states
 -- What became of messages that were retried.
@@ -554,12 +561,18 @@ UPDATE [inbox_of]
  [inbox_list]
  WHERE [is_inbox_of] AND status IN ('dead', 'failed', 'pending')
 
--- name: edit_lock
--- One message that may be edited, as replay_read.
+-- fragment: edited
 SELECT [message starts]
   FROM txbox_inbox
  WHERE consumer = :consumer::text AND message_id = :message_id::text AND status IN ('dead', 'failed') AND has_payload
+
+-- name: edit_lock
+-- One message that may be edited, as replay_read.
+[edited]
 [skip_locked]
+
+-- name: edit_read
+[edited]
 
 -- fragment: unless_quarantined column value
 [column] = CASE WHEN txbox_quarantine.status = 'quarantined' THEN txbox_quarantine.[column] ELSE [value] END
@@ -659,9 +672,7 @@ SELECT outbox.state, NULL, count(*), 0
  WHERE outbox.state [in_rows status, text]
  GROUP BY outbox.state
 
--- name: outbox_select
--- inbox_select for the outbox, of several statuses: a row may go from one to another meanwhile. Rows that a relay is
--- marking are left to it.
+-- fragment: outbox_changed
 SELECT [text id], number, error_type FROM txbox_outbox
  WHERE (:message_id::text IS NULL OR id = :message_id::text)
    AND status IN ('pending', 'dead')
@@ -670,7 +681,15 @@ SELECT [text id], number, error_type FROM txbox_outbox
    AND number > :after::bigint
  ORDER BY number
  LIMIT :limit::integer
+
+-- name: outbox_select
+-- inbox_select for the outbox, of several statuses: a row may go from one to another meanwhile. Rows that a relay is
+-- marking are left to it.
+[outbox_changed]
 [skip_locked]
+
+-- name: outbox_preview
+[outbox_changed]
 
 -- The outbox, of which [is_of list] are the rows of a list of ids.
 -- fragment: outgoing_of list = txbox_outbox
@@ -762,8 +781,7 @@ SELECT status, [text consumer], count(*), 0 FROM txbox_quarantine
    AND [quarantine_filter]
  GROUP BY status, consumer ORDER BY consumer
 
--- name: quarantine_select
--- In order of arrival. Waits for a live copy that is incrementing a row's counter, which does not take long.
+-- fragment: quarantine_changed
 SELECT [text consumer], [text message_id], hash, NULL, NULL FROM txbox_quarantine
  WHERE status = :status::text
    AND consumer = :consumer::text
@@ -777,13 +795,26 @@ SELECT [text consumer], [text message_id], hash, NULL, NULL FROM txbox_quarantin
                  AND mark.hash = :mark_hash::bytea))
  ORDER BY received_at, hash, message_id
  LIMIT :limit::integer
+
+-- name: quarantine_select
+-- In order of arrival. Waits for a live copy that is incrementing a row's counter, which does not take long.
+[quarantine_changed]
 [for_update]
 
--- name: quarantine_lock
+-- name: quarantine_preview
+[quarantine_changed]
+
+-- fragment: quarantine_decided
 SELECT [quarantine_row]
   FROM txbox_quarantine
  WHERE consumer = :consumer::text AND message_id = :message_id::text AND hash = :hash::bytea AND status = 'quarantined'
+
+-- name: quarantine_lock
+[quarantine_decided]
 [for_update]
+
+-- name: quarantine_read
+[quarantine_decided]
 
 -- name: quarantine_end
 -- Once decided, the content is no longer needed and is dropped; the row stays for its retention time.

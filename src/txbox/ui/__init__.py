@@ -139,7 +139,7 @@ class Dashboard:
 
     def close(self) -> None:
         """End what runs between two batches, and close what this dashboard has opened itself."""
-        self._pages.changes.close()
+        self._pages.closing.set()
         self._pool.shutdown()
         self.admin.close()
 
@@ -325,7 +325,7 @@ class Dashboard:
     # -- live ---------------------------------------------------------------------------------
 
     def _live(self, request: Request) -> Response:
-        """Server-sent events: one whenever the overview or an operation has changed."""
+        """Server-sent events: one whenever the overview has changed."""
         if self._streams >= _STREAMS_MAX:
             later = {"retry-after": "30", "connection": "close"}
             raise Refused(503, "Too many pages are being kept up to date.", later)
@@ -353,15 +353,10 @@ class Dashboard:
                 # a comment: fails when the client is gone
                 yield b":\n\n"
             seen = now
-            running = any(known.running for known in self._pages.changes.latest())
-            await asyncio.sleep(_TICK_S / 3 if running else _TICK_S)
+            await asyncio.sleep(_TICK_S)
 
     def _summarized(self) -> str:
         """A digest of what is open, read once for all streams."""
-        changes = [
-            (known.name, known.done, known.state, len(known.notes))
-            for known in self._pages.changes.latest()
-        ]
         with self._summary_lock:
             at, digest = self._summary
             if time.monotonic() - at >= _TICK_S - 0.5:
@@ -374,7 +369,7 @@ class Dashboard:
                 counts += [(one.code, one.query) for one in self.admin.check().findings]
                 digest = hashlib.sha256(repr(counts).encode()).hexdigest()
                 self._summary = (time.monotonic(), digest)
-        self._pages.seen = hashlib.sha256(f"{digest}{changes}".encode()).hexdigest()[:16]
+        self._pages.seen = digest[:16]
         return self._pages.seen
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -41,13 +42,13 @@ from txbox.admin.tables import (
     Table,
 )
 from txbox.boundaries import log as _log
-from txbox.errors import Fault, SchemaError, StoreError, StoreUnavailable
+from txbox.errors import Fault, SchemaError, StoreError, StoreUnavailable, TxboxError
 from txbox.outcome import Status
 from txbox.store.activity import Counts, Kind
 from txbox.text import CONTROL, UNMATCHED, View, duration_of
 from txbox.ui import security
+from txbox.ui.changes import Progress, WantedChange
 from txbox.ui.charts import Charts, charts
-from txbox.ui.operations import Operation, Operations, WantedChange
 from txbox.ui.render import differences, names_of, plot, readable, templates, trend
 from txbox.ui.security import Access, Grant, Signer, Tokens
 
@@ -99,6 +100,8 @@ _WORDS = {"id": "message_id", "error": "error_type", "older": "older_than"}
 _WORD = re.compile(r'([A-Za-z_]+):(?:"([^"]*)"|(\S+))|(\S+)')
 # what a filter may name is looked up so often
 _NAMES_S = 30.0
+#: How long a request may change messages; with a batch more, well below what a page may take.
+_CHANGE_S = 15.0
 #: More are changed only when their number is typed.
 _TYPED = 1_000
 #: A payload that is longer is edited on the command line: a form may have no more.
@@ -150,7 +153,8 @@ class Pages:
         self._login = login
         self._admins = {True: admin, False: admin.without_errors()}
         self._known_names: tuple[float, Mapping[str, Sequence[str]]] = (float("-inf"), {})
-        self.changes = Operations()
+        #: Set by another thread: changes end before their next batch.
+        self.closing = threading.Event()
         #: A digest of what was open when somebody looked last; "" before that.
         self.seen = ""
         self.static = {
@@ -514,21 +518,6 @@ class Pages:
         ]  # fmt: skip
         return {"workers": workers, "troubles": troubles, "live": True, "consumers": states}
 
-    def operations(self, _: Asked) -> Values:
-        return {"operations": self.changes.latest(), "live": True}
-
-    def operation(self, asked: Asked) -> Values:
-        operation = self._operation(asked.query.get("name", ""))
-        return {"operation": operation, "live": operation.running}
-
-    def _operation(self, name: str) -> Operation:
-        operation = self.changes.of(name)
-        if operation is None:
-            raise Refused(
-                404, "This dashboard process does not know the change: the audit has what was done."
-            )
-        return operation
-
     # -- one message --------------------------------------------------------------------------
 
     def edit(self, asked: Asked) -> Values | Response:
@@ -574,7 +563,7 @@ class Pages:
     def confirm(self, asked: Asked) -> Values:
         """Say how many messages would change, and ask."""
         wanted = self._wanted(asked)
-        changes = [wanted.change(asked.admin, where, dry_run=True) for where in wanted.filters]
+        changes = wanted.preview(asked.admin)
         count, spared = (
             sum(getattr(change, name) for change in changes) for name in ("count", "spared")
         )
@@ -598,8 +587,8 @@ class Pages:
             "typed": count > _TYPED,
         }  # fmt: skip
 
-    def change(self, asked: Asked) -> Response:
-        """Begin a change of at most as many messages as was agreed to."""
+    def change(self, asked: Asked) -> Values:
+        """Change at most as many messages as was agreed to, for a while; what then remains is another request."""
         wanted = self._wanted(asked)
         agreed = _number(asked.field("count"))
         if wanted.needs_reason(agreed) and _reason(asked) is None:
@@ -608,13 +597,30 @@ class Pages:
             raise Refused(
                 400, f"Nothing was done: type the number of messages, {agreed:,}, to confirm it."
             )
-        operation = self.changes.start(
-            partial(wanted.carried_out, admin=self._admins[False]), title=wanted.question(agreed).removesuffix("?"),
-            actor=asked.access.actor, reason=_reason(asked), expected=agreed, back=_back(asked, wanted),
-        )  # fmt: skip
-        if operation is None:
-            raise Refused(503, "Too many changes are waiting: look at them, and try again.")
-        return self._to(asked, "/operation", name=operation.name)
+        until = monotonic() + _CHANGE_S
+        reason = _reason(asked)
+        done, title = Progress(), wanted.question(agreed).removesuffix("?")
+        try:
+            for progress in wanted.run(
+                asked.admin, agreed, {"actor": asked.access.actor, "reason": reason}
+            ):
+                done = progress
+                if monotonic() > until or self.closing.is_set():
+                    break
+        except TxboxError as error:
+            if not done.count:
+                raise
+            # its text may name rows or the database: the log is for those who may read it
+            _log.error("The dashboard's change %r failed: %s", title, error)
+            note = "It ended early, and batches that were done stay done: the log of the dashboard says why."
+            done = replace(done, notes=[*done.notes, note], state="failed")
+        rest = max(0, agreed - done.count)
+        if not rest and done.state == "unfinished" and not wanted.canary:
+            done = replace(done, state="done")
+        return {
+            "wanted": wanted, "title": title, "agreed": agreed, "done": done, "rest": rest,
+            "reason": reason, "back": _back(asked, wanted), "limit_s": round(_CHANGE_S),
+        }  # fmt: skip
 
     def _wanted(self, asked: Asked) -> WantedChange:
         """Read the change that a form asks for.
@@ -656,12 +662,6 @@ class Pages:
             options=options,
             canary=is_canary,
         )  # fmt: skip
-
-    def cancel(self, asked: Asked) -> Response:
-        operation = self._operation(asked.field("name"))
-        operation.cancelled.set()
-        _log.info("%s cancels %r.", asked.access.actor, operation.title)
-        return self._to(asked, "/operation", name=operation.name)
 
     def _to(self, asked: Asked, path: str, **query: str) -> Response:
         return RedirectResponse(f"{base_of(asked.request)}{path}?{urlencode(query)}", 303)
@@ -957,12 +957,9 @@ RULES: dict[str, Rule] = {
     "/pause": Rule("POST", "", Pages.pause, ("change",)),
     "/database": Rule("GET", "database.html", Pages.database),
     "/audit": Rule("GET", "audit.html", Pages.audit),
-    "/operations": Rule("GET", "operations.html", Pages.operations),
-    "/operation": Rule("GET", "operation.html", Pages.operation),
     "/reveal": Rule("POST", "message.html", Pages.reveal, ("payload",)),
     "/confirm": Rule("POST", "confirm.html", Pages.confirm, ("change",)),
-    "/change": Rule("POST", "", Pages.change, ("change",)),
-    "/cancel": Rule("POST", "", Pages.cancel, ("change",)),
+    "/change": Rule("POST", "changed.html", Pages.change, ("change",)),
     # they show payloads
     "/edit": Rule("POST", "edit.html", Pages.edit, ("change", "payload")),
     "/rehearse": Rule("POST", "rehearsal.html", Pages.rehearse, ("change", "payload")),

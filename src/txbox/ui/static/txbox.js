@@ -139,7 +139,7 @@
     if (keys && help) { help.hidden = false; help.addEventListener("click", () => keys.showModal()); }
     // ? to the list of keys, / to the first filter, g and a letter to a page
     let went = 0;
-    const pages = { o: "/", m: "/messages", f: "/failures", q: "/quarantine", x: "/outbox", w: "/workers", d: "/database", a: "/audit", c: "/operations" };
+    const pages = { o: "/", m: "/messages", f: "/failures", q: "/quarantine", x: "/outbox", w: "/workers", d: "/database", a: "/audit" };
     document.addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea")) return;
       if (keys && keys.open) return;
