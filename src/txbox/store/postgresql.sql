@@ -9,9 +9,10 @@
 -- fragment: stable_ago seconds = now() - make_interval(secs => [seconds]::double precision)
 -- fragment: in seconds = clock_timestamp() + make_interval(secs => [seconds]::double precision)
 -- fragment: instant seconds = to_timestamp([seconds]::double precision)
--- fragment: age moment = extract(epoch FROM clock_timestamp() - [finite [moment]])::double precision
+-- fragment: age moment
 -- PostgreSQL before 17 cannot subtract infinity.
--- fragment: finite moment = CASE [moment] WHEN 'infinity' THEN '9999-12-31' WHEN '-infinity' THEN '0001-01-02' ELSE [moment] END
+extract(epoch FROM clock_timestamp() - CASE [moment] WHEN 'infinity' THEN '9999-12-31' WHEN '-infinity' THEN '0001-01-02' ELSE [moment] END)::double precision
+
 -- fragment: clock = extract(epoch FROM clock_timestamp())::double precision
 -- fragment: text column = [column]
 -- fragment: time moment = extract(epoch FROM [moment])::double precision

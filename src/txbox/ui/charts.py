@@ -185,7 +185,7 @@ def _latency(steps: Sequence[Counts], ats: Sequence[datetime], step: timedelta) 
     paths = tuple(
         (name, f"{name} {_seconds(total.latency.quantile(share))}", drawn[name])
         for name, share in _SHARES
-        if left
+        if drawn[name]
     )
 
     def say(number: int) -> str:
