@@ -56,11 +56,10 @@ def test_a_thousand_whose_cause_is_there_stop_after_the_first_and_go_through_onc
         assert counts(view)["dead"] >= 999
 
         broken.gateway = False
-        done: list[int] = []
-        for redriven in admin.canary_steps(GROUP, actor="ann"):
-            done.append(redriven.count)
-            # nothing more is let go before the step is over
-            assert all(not step.waiting for step in redriven.steps[:-1])
+        every = list(admin.canary_steps(GROUP, actor="ann"))
+        # nothing more is let go before the step is over
+        assert not any(step.waiting for each in every for step in each.steps[:-1])
+        done, redriven = [each.count for each in every], every[-1]
         steps = redriven.steps
         assert redriven.stopped is None
         assert redriven.left == 0

@@ -141,22 +141,23 @@ class Canary(Changes):
         where = replace(where, status=Status.DEAD)
         reason, most = how.get("reason"), how.get("most")
         how = {**how, "reason": f"canary: {reason}" if reason else "canary"}
-        steps: list[Step] = []
+        steps: tuple[Step, ...] = ()
         for changed, keys in self._batches("retry", where, how, sizes=_SIZES):
             total = sum(matching.rows for matching in changed.matching)
             total = total if most is None else min(most, total)
             count = 0 if changed.dry_run else changed.count
             # more may have died meanwhile
             rest = max(0, total - count)
-            so_far = Redriven(steps=tuple(steps), count=count, left=rest, stopped=None)
+            so_far = Redriven(steps=steps, count=count, left=rest, stopped=None)
             if not keys:
                 yield so_far
                 return
             for step, why in _watched(self, where.fingerprint, keys, patience):
-                yield replace(so_far, steps=(*steps, step), stopped=why)
+                so_far = replace(so_far, steps=(*steps, step), stopped=why)
+                yield so_far
                 if why is not None:
                     return
-            steps.append(step)
+            steps = so_far.steps
 
 
 def _watched(

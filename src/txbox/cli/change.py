@@ -9,10 +9,10 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from txbox.admin import Admin, Changed, OutboxFilter, QuarantineFilter, views
 from txbox.admin.changes import result_of
@@ -47,6 +47,8 @@ from txbox.maintenance import Report, Task, prune, prune_outbox, rescue
 from txbox.message import Headers, Message
 from txbox.outcome import Outcome, Status
 from txbox.text import age, counted
+
+T = TypeVar("T")
 
 _ASKED = """\
 Messages named by id are changed at once. For a filter you are told the number and asked first; without a terminal,
@@ -344,8 +346,9 @@ def _change(args: argparse.Namespace) -> int:
     if getattr(args, "canary", False):
         return _canary(args, targets[0], named=named)
     with admin_of(args, handlers="runs handlers" if runs else None) as admin:
-        is_replay = args.verb == "replay"
-        batches: Any = admin.replay_batches if is_replay else partial(admin.batches, args.verb)
+        batches: Any = admin.replay_batches
+        if args.verb != "replay":
+            batches = partial(admin.batches, args.verb)
         change = partial(batches, **options)
         who = {"actor": args.actor, "reason": args.reason}
         if args.verb == "reroute" and (warning := admin.unserved(args.to)):
@@ -361,9 +364,8 @@ def _change(args: argparse.Namespace) -> int:
                 print_error("Nothing was changed.")
                 return 1
             with progress(args.verb, expected or None) as bar:
-                for so_far in change(targets[0], **who, most=expected):
-                    bar(so_far.count)
-                results = [so_far]
+                steps = change(targets[0], **who, most=expected)
+                results = [_followed(steps, lambda so_far: bar(so_far.count))]
         if args.verb == "retry" and args.kind is InboxFilter:
             _warn_of_idle(admin, targets, results)
         complaints = [
@@ -389,6 +391,17 @@ def _warn_of_idle(
         for consumer in sorted(filter(None, named)):
             if warning := admin.idle(consumer):
                 print_error(f"warning: {shown(warning)}")
+
+
+def _followed(steps: Iterable[T], report: Callable[[T], object]) -> T:
+    """Carry a change out to its end, and report each batch; returns the last one, which is the result."""
+
+    def reported() -> Generator[T]:
+        for so_far in steps:
+            report(so_far)
+            yield so_far
+
+    return result_of(reported())
 
 
 def _canary(args: argparse.Namespace, where: Filter[Any, Any], *, named: bool) -> int:
@@ -573,10 +586,8 @@ def _encrypt(args: argparse.Namespace) -> int:
         admin_of(args, handlers="encrypts with the codec of the App") as admin,
         progress("encrypt") as bar,
     ):
-        for done in admin.encrypt_batches(
-            actor=args.actor, reason=args.reason, dry_run=args.dry_run
-        ):
-            bar(sum(table.count for table in done.tables))
+        steps = admin.encrypt_batches(actor=args.actor, reason=args.reason, dry_run=args.dry_run)
+        done = _followed(steps, lambda so_far: bar(sum(table.count for table in so_far.tables)))
     code = 0 if done.complete else 1
     if args.json:
         print_json({"action": "encrypt", **as_json(done)})

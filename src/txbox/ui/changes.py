@@ -102,13 +102,14 @@ class WantedChange:
         for where in self.filters:
             if done >= most:
                 break
-            before = done
+            before, told = done, list[str]()
             for changed in self._batches(admin, where, **{**how, "most": most - before}):
                 done = before + changed.count
-                yield Progress(done, [self._done(done), *notes])
-            if changed.spared:
-                notes.append(f"{views.spared(changed.spared)}, and retry it by itself.")
-            notes += views.refusals(self.kind.table, changed.refused)
+                told = list(views.refusals(self.kind.table, changed.refused))
+                if changed.spared:
+                    told.insert(0, f"{views.spared(changed.spared)}, and retry it by itself.")
+                yield Progress(done, [self._done(done), *notes, *told])
+            notes += told
         yield Progress(done, [self._done(done), *notes], "done")
 
     def _done(self, count: int) -> str:
