@@ -25,6 +25,7 @@ from tests.support.brokers.kafka import (
     service,
     take,
 )
+from tests.support.servers.control import ThrowawayKafka
 from tests.support.shop import create_effects
 from tests.support.waiting import DEADLINE_S, eventually
 from txbox.brokers.kafka import Kafka
@@ -100,6 +101,23 @@ def test_it_is_read_by_a_group_that_lives_through_it(
         recreate(kafka_bootstrap, topic)
         reads_all(source)
     assert committed(kafka_bootstrap, group, topic) == len(_NEW)
+
+
+def test_it_is_read_after_a_new_leader_by_a_client_that_knows_the_deleted_one(
+    throwaway_kafka: ThrowawayKafka, options: dict[str, Any]
+) -> None:
+    """The client takes what is said of its leader for older than what it knows, and would never read it."""
+    bootstrap, group = throwaway_kafka.bootstrap, new_group()
+    topic = new_topic(bootstrap)
+    produce(bootstrap, topic, _OLD[:2])
+    with opened(Kafka(bootstrap, group=group, options=options), topic) as source:
+        source.settle(take(source, 2))
+        throwaway_kafka.stop(immediate=True)
+        throwaway_kafka.start()
+        produce(bootstrap, topic, _OLD[2:])
+        source.settle(take(source, 2))
+        recreate(bootstrap, topic)
+        reads_all(source)
 
 
 def test_it_is_read_by_whoever_comes_after_a_worker_that_did_not_notice(

@@ -102,14 +102,14 @@ class WantedChange:
         for where in self.filters:
             if done >= most:
                 break
-            before, told = done, list[str]()
+            before, remarks = done, list[str]()
             for changed in self._batches(admin, where, **{**how, "most": most - before}):
                 done = before + changed.count
-                told = list(views.refusals(self.kind.table, changed.refused))
+                remarks = list(views.refusals(self.kind.table, changed.refused))
                 if changed.spared:
-                    told.insert(0, f"{views.spared(changed.spared)}, and retry it by itself.")
-                yield Progress(done, [self._done(done), *notes, *told])
-            notes += told
+                    remarks.insert(0, f"{views.spared(changed.spared)}, and retry it by itself.")
+                yield Progress(done, [self._done(done), *notes, *remarks])
+            notes += remarks
         yield Progress(done, [self._done(done), *notes], "done")
 
     def _done(self, count: int) -> str:

@@ -221,7 +221,12 @@ def admin(settings: Mapping[str, Any]) -> Any:
 
 
 class TopicIds:
-    """The UUIDs of topics, by which a topic differs from a deleted one of its name."""
+    """The UUIDs of topics, by which a topic differs from a deleted one of its name.
+
+    Attributes:
+        made_again: a topic is another one than the present client has known. librdkafka (2.16) keeps the leader epochs
+            of the deleted one, takes the lower ones of the new one for old news, and never reads it.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -230,6 +235,19 @@ class TopicIds:
         self._asked: dict[str, Future[Any]] = {}
         self._look_at = 0.0
         self._hidden: set[str] = set()
+        # the first one that was heard of, and that of the present client
+        self._first: dict[str, str] = {}
+        self._known: dict[str, str] = {}
+        self.made_again = False
+
+    def is_another(self, topic: str, uuid: str | None) -> bool:
+        """Whether a topic is not the one that was first heard of."""
+        return uuid is not None and self._first.get(topic, uuid) != uuid
+
+    def renew(self) -> None:
+        """There is a new client."""
+        self._known.clear()
+        self.made_again = False
 
     def ask(self, topics: Iterable[str]) -> dict[str, str | None]:
         """Return the UUIDs of those topics that exist; None where the brokers are too old to have them, or hide them.
@@ -289,6 +307,9 @@ class TopicIds:
             uuid = "" if isinstance(answer, KafkaError) else str(answer.topic_id)
             # brokers older than topic ids answer with zeros
             uuids[topic] = uuid if uuid.strip("A=") else None
+            if uuid.strip("A="):
+                self._first.setdefault(topic, uuid)
+                self.made_again |= self._known.setdefault(topic, uuid) != uuid
         return uuids
 
 

@@ -258,7 +258,8 @@ class Assignment(dict[tuple[str, int], Partition]):
         # if it is not known now, a later look compares with what it was
         uuid = uuid or partition.uuid or marked
         position = None if anchor is None else anchor.position
-        if _differ(marked, uuid) or (_differ(partition.uuid, uuid) and marked != uuid):
+        another = self._topics.is_another(partition.topic, uuid) or _differ(partition.uuid, uuid)
+        if _differ(marked, uuid) or (another and marked != uuid):
             _log.warning(
                 "%s was deleted and made again: group %s reads partition %d from its beginning (committed: %d).",
                 partition.topic, self._group, partition.number, commit.offset,

@@ -193,28 +193,45 @@ class KafkaConsumer(Consumer):
         self._paused = self._closing = False
         self._window = 0
         self._polled_at = self._commit_at = 0.0
+        self._topics = [_ALL_TOPICS] if "*" in topics else list(topics)
+        self._consumer = self._new_client()
+
+    def _new_client(self) -> client.Consumer:
         try:
-            self._consumer = client.Consumer(
-                {**config, "error_cb": self._on_client_error, "on_commit": self._on_commit},
+            made = client.Consumer(
+                {**self._config, "error_cb": self._on_client_error, "on_commit": self._on_commit},
                 logger=self._client_log,
             )
-            self._consumer.subscribe(
-                [_ALL_TOPICS] if "*" in topics else list(topics),
-                on_assign=self._assigned,
-                on_revoke=self._revoked,
-                on_lost=self._lost,
+            made.subscribe(
+                self._topics, on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost
             )
         except (KafkaException, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"Kafka rejects its options ({text_of(error)}): correct those of Kafka(…)."
             ) from error
+        return made
+
+    def _renew_client(self) -> None:
+        """Read on with another client: the present one would never read a topic that was made again, see `TopicIds`.
+
+        It gives its partitions back as at any rebalance, and the other one begins as a new member.
+        """
+        _log.info("%s: a topic was made again, which takes another client", self.name)
+        self._consumer.close()
+        self._partitions.forget(self._partitions.values())
+        self._held.clear()
+        self._topic_ids.renew()
+        self._paused = False
+        self._consumer = self._new_client()
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
-        consumer = self._consumer
         self._window = self._window or messages_max
         self._check_away()
         self._commit_if_due()
         self._partitions.check()
+        if self._topic_ids.made_again:
+            self._renew_client()
+        consumer = self._consumer
         self._check_missing()
         self._resume()
         if not any(record.partition.placed for _, record in self._held):
