@@ -120,6 +120,35 @@ def test_it_is_read_after_a_new_leader_by_a_client_that_knows_the_deleted_one(
         reads_all(source)
 
 
+def test_it_is_read_by_a_member_that_heard_of_the_deleted_one_and_got_its_partitions_later(
+    throwaway_kafka: ThrowawayKafka,
+) -> None:
+    """Another member leads the group: only the leader asks for metadata again before partitions are assigned."""
+    bootstrap, group = throwaway_kafka.bootstrap, new_group()
+    topic = new_topic(bootstrap, 2)
+    throwaway_kafka.stop(immediate=True)
+    throwaway_kafka.start()
+    produce(bootstrap, topic, _OLD)
+    settings = {"group.id": group, "partition.assignment.strategy": "cooperative-sticky"}
+    leader = Consumer({"bootstrap.servers": bootstrap, **settings})
+    leader.subscribe([topic])
+    eventually(lambda: leader.poll(0.1) or leader.assignment(), "partitions of the leader")
+    with opened(Kafka(bootstrap, group=group), topic) as source:
+        with suppress(BrokerUnavailable):
+            source.receive(1, 0.5)
+        assert not source._partitions, "the leader has them"
+        recreate(bootstrap, topic, partitions=2)
+        ids = reads(source)
+
+        def has_read() -> bool:
+            # a leader that does not poll is waited for
+            leader.poll(0)
+            return bool(next(ids))
+
+        eventually(has_read, "messages of its partition")
+    leader.close()
+
+
 def test_it_is_read_by_whoever_comes_after_a_worker_that_did_not_notice(
     kafka_bootstrap: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,14 +246,15 @@ def test_without_an_answer_at_the_assignment_nothing_is_handed_out_until_there_i
     def silent(ids: kafka_client.TopicIds, topics: Any) -> dict[str, str | None]:
         nonlocal asked
         asked += 1
-        if asked < 4:
+        # the first is before it joins
+        if 1 < asked < 5:
             raise BrokerUnavailable("No answer.")
         return ask(ids, topics)
 
     monkeypatch.setattr(kafka_client.TopicIds, "ask", silent)
     with opened(Kafka(kafka_bootstrap, group=group), topic) as source:
         deliveries = take(source, 4)
-        assert asked == 4
+        assert asked == 5
         assert [each.tag.offset for each in deliveries] == [0, 1, 2, 3]
         source.settle(deliveries)
     assert committed(kafka_bootstrap, group, topic) == 4

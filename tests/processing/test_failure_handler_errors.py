@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.databases import NewDatabase, names
 from tests.support.meddling import Verb, drive_meddled
+from tests.support.proxy import Proxy
 from tests.support.shop import Shop, execute, opened, paid
 from txbox import Limits, Message, Outbox, Outcome, StoreError
 from txbox.errors import Fault
@@ -109,6 +110,46 @@ def test_trouble_in_what_a_handler_stages_is_no_attempt(
         assert [answer.outcome for answer in settled] == [Outcome.PROCESSED] * len(ids)
         assert [shop.effects(message_id) for message_id in ids] == [1] * len(ids)
         assert shop.raw.value("SELECT count(*) FROM txbox_outbox") == len(ids)
+        assert shop.raw.value("SELECT count(*) FROM txbox_attempt") == 0
+
+
+class _Terminating(Proxy):
+    """The first savepoint that a driver sends by itself is answered, and the session is ended behind the answer."""
+
+    _ENDED = b"SFATAL\0VFATAL\0C57P01\0Mterminating connection due to administrator command\0\0"
+    terminated = False
+
+    def answer(self, data: bytes) -> bytes:
+        if self.terminated or not data.startswith(b"C") or b"SAVEPOINT\0Z" not in data:
+            return data
+        self.terminated = True
+        said = b"E" + (len(self._ENDED) + 4).to_bytes(4, "big") + self._ENDED
+        return data[: data.rindex(b"Z")] + said
+
+
+@pytest.mark.parametrize("ids", [["a"], ["a", "b", "c"]], ids=["alone", "together"])
+def test_an_error_without_a_number_on_a_connection_that_is_gone_is_no_attempt(
+    new_database: NewDatabase, ids: list[str]
+) -> None:
+    """psycopg finds two answers to one of its own statements, and says that it is an internal error."""
+    raised: list[BaseException] = []
+
+    def nests(message: Message[Any], tx: Any) -> None:
+        try:
+            with tx.transaction():
+                execute(tx, "SELECT 1")
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    with _Terminating(new_database("postgresql")) as proxy, opened(proxy.url) as shop:
+        handler = shop.handler(nests)
+        settled = drive(
+            shop.app._any_sync(), shop.app.intake.take_with_retries, handler, [*map(paid, ids)], for_s=10
+        )  # fmt: skip
+        assert [answer.outcome for answer in settled] == [Outcome.PROCESSED] * len(ids)
+        assert [type(error) for error in raised] == [psycopg.InternalError]
+        assert [shop.effects(message_id) for message_id in ids] == [1] * len(ids)
         assert shop.raw.value("SELECT count(*) FROM txbox_attempt") == 0
 
 

@@ -202,7 +202,7 @@ class AsyncpgConnection(Connection):
         return self._fatal or _closed(self.native)
 
     def translate(self, error: BaseException) -> StoreError | None:
-        if isinstance(error, asyncpg.InterfaceError) and self.lost:
+        if isinstance(error, (asyncpg.InterfaceError, asyncpg.InternalClientError)) and self.lost:
             return store_error(error, self._dialect, code=None, lost=True)
         return translated(error, self._dialect)
 

@@ -321,7 +321,8 @@ class PsycopgConnection(Connection):
         return self._watched and (self._is_closed() or not is_marked(self.native))
 
     def translate(self, error: BaseException) -> StoreError | None:
-        return translated(error, self._dialect)
+        # a session that is ended between two answers is an InternalError to psycopg
+        return translated(error, self._dialect, lost=self.lost and not self._is_closed())
 
     def _is_closed(self) -> bool:
         """Whether its user closed it. A broken connection does not count as closed."""
@@ -586,8 +587,8 @@ def _check_transaction(tx: Any) -> None:
         raise not_in_transaction(tx)
 
 
-def translated(error: BaseException, dialect: Dialect) -> StoreError | None:
-    """Translate a psycopg error; None if it is not one."""
+def translated(error: BaseException, dialect: Dialect, *, lost: bool = False) -> StoreError | None:
+    """Translate a psycopg error; None if it is not one. Without a code, it is the connection's if that is lost."""
     if not isinstance(error, psycopg.Error):
         return None
     code = error.sqlstate
@@ -596,7 +597,7 @@ def translated(error: BaseException, dialect: Dialect) -> StoreError | None:
         dialect,
         code=code,
         constraint=error.diag.constraint_name,
-        lost=code is None and isinstance(error, psycopg.OperationalError),
+        lost=code is None and (lost or isinstance(error, psycopg.OperationalError)),
     )
 
 

@@ -224,8 +224,8 @@ class TopicIds:
     """The UUIDs of topics, by which a topic differs from a deleted one of its name.
 
     Attributes:
-        made_again: a topic is another one than the present client has known. librdkafka (2.16) keeps the leader epochs
-            of the deleted one, takes the lower ones of the new one for old news, and never reads it.
+        outdated: the present client has heard of a deleted topic of that name. librdkafka (2.16) keeps the leader
+            epochs of the deleted one, takes the lower ones of the new one for old news, and never reads it.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -238,16 +238,22 @@ class TopicIds:
         # the first one that was heard of, and that of the present client
         self._first: dict[str, str] = {}
         self._known: dict[str, str] = {}
-        self.made_again = False
+        self.outdated = False
 
     def is_another(self, topic: str, uuid: str | None) -> bool:
         """Whether a topic is not the one that was first heard of."""
         return uuid is not None and self._first.get(topic, uuid) != uuid
 
-    def renew(self) -> None:
-        """There is a new client."""
+    def renew(self, topics: Iterable[str]) -> None:
+        """There is a new client, and it is about to hear of these topics: note which ones they are before it does.
+
+        Raises:
+            BrokerUnavailable: no broker answers.
+        """
         self._known.clear()
-        self.made_again = False
+        # what was asked before is of the client before
+        self._asked, self.outdated = {}, False
+        self.ask(topics)
 
     def ask(self, topics: Iterable[str]) -> dict[str, str | None]:
         """Return the UUIDs of those topics that exist; None where the brokers are too old to have them, or hide them.
@@ -309,7 +315,7 @@ class TopicIds:
             uuids[topic] = uuid if uuid.strip("A=") else None
             if uuid.strip("A="):
                 self._first.setdefault(topic, uuid)
-                self.made_again |= self._known.setdefault(topic, uuid) != uuid
+                self.outdated |= self._known.setdefault(topic, uuid) != uuid
         return uuids
 
 

@@ -194,22 +194,27 @@ class KafkaConsumer(Consumer):
         self._window = 0
         self._polled_at = self._commit_at = 0.0
         self._topics = [_ALL_TOPICS] if "*" in topics else list(topics)
+        self._subscribed = False
         self._consumer = self._new_client()
 
     def _new_client(self) -> client.Consumer:
         try:
-            made = client.Consumer(
+            return client.Consumer(
                 {**self._config, "error_cb": self._on_client_error, "on_commit": self._on_commit},
                 logger=self._client_log,
-            )
-            made.subscribe(
-                self._topics, on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost
             )
         except (KafkaException, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"Kafka rejects its options ({text_of(error)}): correct those of Kafka(…)."
             ) from error
-        return made
+
+    def _subscribe(self) -> None:
+        """Join the group, once it is known which topics the client will hear of; raises BrokerUnavailable."""
+        self._topic_ids.renew(topic for topic in self._topics if topic != _ALL_TOPICS)
+        self._consumer.subscribe(
+            self._topics, on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost
+        )
+        self._subscribed = True
 
     def _renew_client(self) -> None:
         """Read on with another client: the present one would never read a topic that was made again, see `TopicIds`.
@@ -220,8 +225,7 @@ class KafkaConsumer(Consumer):
         self._consumer.close()
         self._partitions.forget(self._partitions.values())
         self._held.clear()
-        self._topic_ids.renew()
-        self._paused = False
+        self._paused = self._subscribed = False
         self._consumer = self._new_client()
 
     def receive(self, messages_max: int, wait_s: float) -> Sequence[Delivery]:
@@ -229,8 +233,10 @@ class KafkaConsumer(Consumer):
         self._check_away()
         self._commit_if_due()
         self._partitions.check()
-        if self._topic_ids.made_again:
+        if self._topic_ids.outdated:
             self._renew_client()
+        if not self._subscribed:
+            self._subscribe()
         consumer = self._consumer
         self._check_missing()
         self._resume()
