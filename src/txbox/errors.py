@@ -99,6 +99,8 @@ _TRANSIENT = (Fault.UNAVAILABLE, Fault.CONFLICT, Fault.LOCK_TIMEOUT, Fault.PREPA
 _LACKS_RIGHT = frozenset({"42501", "1044", "1142", "1143", "1370"})
 # no connection is free: of the server, or of this user
 FULL = frozenset({"53300", "1040", "1203", "1226"})
+#: A disk, or the file of a table, has no room: what one statement is told, another may not notice.
+NO_ROOM = frozenset({"53100", "1021", "1114", "SQLITE_FULL"})
 # no server answered, or libpq keeps to itself what it said: no code, or one of MySQL's client codes
 UNANSWERED = frozenset({None, "2003", "2005"})
 

@@ -17,6 +17,7 @@ from txbox.errors import Fault
 from txbox.events import ConsumptionPaused, TransactionRetried
 from txbox.handlers import Handler
 from txbox.outcome import Answer
+from txbox.processing import waiting
 from txbox.session import Session, Statements, drive
 
 pytestmark = pytest.mark.every_database
@@ -164,6 +165,35 @@ def test_another_connection_of_the_handlers_that_is_lost_is_its_failure(
         assert take(shop, handler, "a") == [Outcome.FAILED]
         assert (shop.calls, shop.row("a").attempts) == (["a"], 1)
         assert not shop.emitted(ConsumptionPaused)
+
+
+_NO_ROOM = {
+    "postgresql": "DO $$ BEGIN RAISE 'no' USING ERRCODE = '53100'; END $$",
+    "mysql": "SIGNAL SQLSTATE 'HY000' SET MYSQL_ERRNO = 1114",
+}
+
+
+@pytest.mark.parametrize(("times", "attempts"), [(8, 0), (13, 1)])
+@pytest.mark.parametrize("name", names("postgresql", "mysql"))
+def test_a_handler_whose_table_has_no_room_waits_for_some_before_that_is_an_attempt(
+    new_database: NewDatabase, name: str, times: int, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inbox may still have some: then nothing of txbox's notices that the disk is full."""
+    monkeypatch.setattr(waiting, "_ROOM_TRIES", 10)
+    monkeypatch.setattr(waiting, "_ROOM_PAUSE_S", 0.01)
+    with opened(new_database(name), limits=Limits(conflict_retries=2)) as shop:
+
+        def writes(message: Message[Any], tx: Any) -> None:
+            if len(shop.calls) <= times:
+                execute(tx, _NO_ROOM[shop.raw.product])
+
+        handler = shop.handler(writes)
+        outcome = Outcome.FAILED if attempts else Outcome.PROCESSED
+        assert take(shop, handler, "a") == [outcome]
+        assert (len(shop.calls), shop.row("a").attempts) == (
+            times if attempts else times + 1,
+            attempts,
+        )
 
 
 def test_a_prepared_statement_that_is_gone_is_no_attempt(new_database: NewDatabase) -> None:

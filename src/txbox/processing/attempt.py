@@ -411,7 +411,7 @@ class InboxProtocol:
             before = len(unsettled)
             unsettled = [arrival for arrival in unsettled if arrival.message_id not in settled]
             rounds = rounds + 1 if len(unsettled) == before else 0
-            if rounds > AGAIN_MAX + self.limits.conflict_retries:
+            if rounds > AGAIN_MAX + max(tries, self.limits.conflict_retries):
                 raise out_of_sight(consumer)
         return settled
 

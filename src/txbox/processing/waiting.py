@@ -12,7 +12,7 @@ from threading import Lock
 from typing import TypeVar
 
 from txbox.connections.base import forgets_parent
-from txbox.errors import StoreError, StoreUnavailable
+from txbox.errors import NO_ROOM, StoreError, StoreUnavailable
 from txbox.events import ConsumptionPaused, ConsumptionResumed, Events, TransactionRetried
 from txbox.policy import Backoff, Limits
 from txbox.session import Session
@@ -98,6 +98,8 @@ def _enter(
 
 
 _CONFLICT_PAUSE_S = 0.05
+# how long a handler's statement waits for room on a disk: it may be that txbox's own statements still have some
+_ROOM_TRIES, _ROOM_PAUSE_S = 20, 0.5
 # wait for so many holders of one id, one after another
 _HOLDERS_MAX = 12
 _PAUSE_S = (0.05, 5.0)
@@ -143,12 +145,15 @@ class Waiting:
             tries: how often it was tried.
             emit: emit an event.
         """
-        if tries > self._limits.conflict_retries:
+        budget, pause_s = self._limits.conflict_retries, _CONFLICT_PAUSE_S * random.random() * tries
+        if tries > budget and error is not None and error.code in NO_ROOM:
+            budget, pause_s = budget + _ROOM_TRIES, _ROOM_PAUSE_S * (0.5 + random.random())
+        if tries > budget:
             return False
         if emit:
             code = error.code if error is not None else None
             self._events.emit(TransactionRetried(consumer=consumer, code=code))
-        await db.wait(_CONFLICT_PAUSE_S * random.random() * tries)
+        await db.wait(pause_s)
         return True
 
     async def with_retries(
