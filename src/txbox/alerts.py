@@ -16,7 +16,7 @@ import ssl
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from email import message_from_bytes
 from email.message import EmailMessage
 from email.policy import SMTP
@@ -110,6 +110,19 @@ class Alert:
     @property
     def title(self) -> str:
         return f"{_WORDS[self.state]}{self.summary}"
+
+
+def commits_lost(
+    consumer: str, count: int, since: datetime, until: datetime, *, complete: bool
+) -> Alert:
+    """The alert about messages that were settled, and that a failover or restore of the database has lost."""
+    some = f"{'' if complete else 'at least '}{counted(count, 'message')}"
+    return Alert.about(
+        "commits-lost", consumer,
+        f"{consumer}: the database has lost {some}, settled from {since:%Y-%m-%d %H:%M:%S} to {until:%H:%M:%S} UTC",
+        group=since.isoformat(), severity="error", count=count,
+        remedy="Have them sent again: the log of the worker has their ids. What is still there is a duplicate.",
+    )  # fmt: skip
 
 
 def page(name: str, query: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
 from typing import Protocol
 
 from txbox.boundaries import Boundary, blamed
@@ -187,6 +188,17 @@ class MessagesLost(Event):
     topic: str
     count: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitsLost(Event):
+    """The database failed over or was restored, and lacks what this process had settled. Alert on this event."""
+
+    count: int
+    since: datetime
+    until: datetime
+    message_ids: tuple[str, ...] = field(repr=False)
+    complete: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

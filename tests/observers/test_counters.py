@@ -237,6 +237,6 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
     exported_bases = {re.sub(r"_(bucket|count|sum)$", "", name) for name in known}
     assert exported_bases - bases == {
         "txbox_process_up", "txbox_paused_seconds_total", "txbox_relay_paused_seconds_total", "txbox_rows_pruned_total",
-        "txbox_lost_upstream_total", "txbox_sources_refused_total", "txbox_logins_refused_total",
-        "txbox_source_away_seconds", "txbox_route_away_seconds",
+        "txbox_lost_upstream_total", "txbox_lost_commits_total", "txbox_sources_refused_total",
+        "txbox_logins_refused_total", "txbox_source_away_seconds", "txbox_route_away_seconds",
     }  # fmt: skip

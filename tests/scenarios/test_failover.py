@@ -14,6 +14,8 @@ import pytest
 
 from tests.chaos.databases import PostgresNode
 from tests.support.brokers.kafka import committed, new_group, new_topic, produce
+from tests.support.brokers.rigs import notes
+from tests.support.brokers.rigs.redis import RedisRig
 from tests.support.databases import Raw, require
 from tests.support.proxy import Proxy
 from tests.support.servers import ServerError
@@ -25,6 +27,7 @@ from tests.support.waiting import eventually
 from tests.support.workers import running, worker
 from txbox import App, Message
 from txbox.brokers.kafka import Kafka
+from txbox.events import CommitsLost, Event
 
 pytestmark = [pytest.mark.slow, pytest.mark.brokers]
 
@@ -154,3 +157,41 @@ def test_twenty_promotions_that_lose_commits_lose_and_double_nothing(
         print(
             f"\n{ROUNDS} promotions, {gone} messages gone with them, {sent} sent: 0 lost, 0 doubled"
         )
+
+
+def test_what_a_queue_does_not_give_again_is_named(redis_url: str, pair: Pair) -> None:
+    """Redis has forgotten what was acknowledged: the worker says what is missing, to the message."""
+    with App(pair.url) as app:
+        app.init()
+    with pair.raw() as raw:
+        create_effects(raw)
+    events = list[Event]()
+    app = App(pair.url, observers=[events.append])
+    with RedisRig(redis_url) as rig:
+
+        @app.handler(rig.topic, consumer=CONSUMER, retry=AT_ONCE)
+        def handle(message: Message[Any], tx: Any) -> None:
+            add_effect(tx, message.id, "")
+
+        def ids() -> set[str]:
+            with pair.raw() as raw:
+                return {str(row[0]) for row in raw.rows("SELECT message_id FROM effect")}
+
+        app.consume(rig.source())
+        with running(worker(app)) as codes:
+            rig.publish(*notes(KEPT))
+            eventually(
+                lambda: len(ids()) == KEPT and not rig.outstanding(), "what the standby gets"
+            )
+            pair.cut()
+            rig.publish(*notes(LOST, first=KEPT))
+            eventually(
+                lambda: len(ids()) == KEPT + LOST and not rig.outstanding(), "what it does not get"
+            )
+            before = ids()
+            pair.promote()
+            eventually(lambda: any(isinstance(each, CommitsLost) for each in events), "its name")
+            (loss,) = [each for each in events if isinstance(each, CommitsLost)]
+            assert before - ids() == set(loss.message_ids)
+            assert (loss.count, loss.complete) == (LOST, True)
+        assert codes == [0]

@@ -659,8 +659,8 @@ def test_names_and_types_of_all_metrics() -> None:
         text = _get(port, "/metrics").text
     counted = (
         "messages", "transactions_retried", "settle_failures", "pauses", "paused_seconds",
-        "lost_upstream", "sources_refused", "leases_expired", "rows_pruned", "sequence_gaps", "outgoing",
-        "publish_seconds", "relay_pauses", "relay_paused_seconds", "webhook_answers",
+        "lost_upstream", "lost_commits", "sources_refused", "leases_expired", "rows_pruned", "sequence_gaps",
+        "outgoing", "publish_seconds", "relay_pauses", "relay_paused_seconds", "webhook_answers",
         "logins_refused",
     )  # fmt: skip
     gauges = (

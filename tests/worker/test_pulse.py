@@ -100,7 +100,8 @@ def test_an_idle_worker_reads_who_is_paused_and_writes_nothing_that_is_known(
     with running(worker(shop.app)):
         eventually(lambda: counted(shop).processed == 1)
         sent = pulse_sends(monkeypatch)
-        eventually(lambda: sent.count("pauses") >= 10 and set(sent[-5:]) == {"pauses"})
+        reads = {"pauses", "anchor_history"}
+        eventually(lambda: sent.count("pauses") >= 10 and set(sent[-5:]) == reads)
         # what has changed is written at the next beat
         source.waiting += Memory([paid("b")]).waiting
         eventually(lambda: counted(shop).processed == 2)

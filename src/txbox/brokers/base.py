@@ -163,6 +163,7 @@ class Source(ABC):
         topics: the only ones it can deliver; None if it delivers whatever it is asked for.
         tend_every_s, redelivery_s: of its consumers, as far as they are known without asking the broker.
         one_process: why only one process may consume it; None if any number may.
+        rewinds: it reads again what a failover or a restore of the database has lost.
     """
 
     name: str
@@ -170,6 +171,7 @@ class Source(ABC):
     tend_every_s: float | None = None
     redelivery_s: float | None = None
     one_process: str | None = None
+    rewinds: bool = False
 
     def keeps_order(self, topic: str) -> bool:
         """Whether a key's messages go to one consumer at a time, in order (promise 5.1)."""

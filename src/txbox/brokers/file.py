@@ -58,6 +58,8 @@ class File(Source):
     that keeps it. Standard input keeps no progress, so a line that kills its process is not counted.
     """
 
+    rewinds = True
+
     def __init__(
         self,
         path: str | os.PathLike[str],

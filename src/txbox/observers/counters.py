@@ -40,6 +40,8 @@ _COUNTERS = [
          ("source",), {events.ConsumptionResumed: "paused_s"}),
     _Counted("lost_upstream", "Messages that a broker dropped before they could be processed.",
          ("source",), {events.MessagesLost: "count"}),
+    _Counted("lost_commits", "Messages that were settled and are missing after a failover or restore of the database.",
+         ("consumer",), {events.CommitsLost: "count"}),
     _Counted("sources_refused", "Sources that are not read until they are reconfigured.",
          ("source",), {events.SourceRefused: 1}),
     _Counted("leases_expired", "Rows whose worker went away.", ("consumer",), {events.LeaseExpired: 1}),

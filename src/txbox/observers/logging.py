@@ -30,7 +30,7 @@ _LEVELS: dict[type[Event], int] = {
     ), logging.WARNING),
     **dict.fromkeys((
         events.MessageQuarantined, events.MessageDead, events.OutgoingDead, events.SequenceGap,
-        events.SourceRefused, events.MessagesLost, events.ErrorContained,
+        events.SourceRefused, events.MessagesLost, events.CommitsLost, events.ErrorContained,
     ), logging.ERROR),
 }  # fmt: skip
 

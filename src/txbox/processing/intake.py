@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -34,6 +34,8 @@ from txbox.store.inbox import AGAIN_MAX, Existing, out_of_sight
 _TWO_PAYLOADS = "Two payloads came under one id in one batch: the producer reuses ids, or a message was altered."
 _QUARANTINED = Answer(Outcome.QUARANTINED)
 _STORED = Answer(Outcome.DEFERRED)
+# no row of the inbox is behind these; compared by identity, for the hash of an enumeration is slow
+_IN_PROGRESS, _ASIDE = Outcome.IN_PROGRESS, Outcome.QUARANTINED
 
 
 class Mode(Enum):
@@ -69,11 +71,17 @@ class _Leasing(NamedTuple):
     token: str
 
 
+def _has_row(answer: Answer) -> bool:
+    return answer.outcome is not _IN_PROGRESS and answer.outcome is not _ASIDE
+
+
 class Intake:
     """Takes in the deliveries of one app, whatever the mode of their handlers."""
 
     def __init__(self, protocol: InboxProtocol) -> None:
         self._protocol = protocol
+        #: Hears of each batch that is settled; a worker sets it.
+        self.on_settled: Callable[[str, Collection[str]], None] | None = None
 
     async def take_with_retries(
         self,
@@ -161,7 +169,10 @@ class Intake:
             except UnusableMessage as error:
                 return [await self._set_aside(db, handler, message, error.message_id, str(error))]
             arrival.received = time.monotonic() if received is None else received[0]
-            return [await self._protocol.deliver_one(db, handler, arrival, holder)]
+            answer = await self._protocol.deliver_one(db, handler, arrival, holder)
+            if self.on_settled is not None and _has_row(answer):
+                self.on_settled(handler.consumer, (arrival.message_id,))
+            return [answer]
         known: dict[str, Arrival] = {}
         ids: list[str] = []
         # by index, of messages that go no further
@@ -198,6 +209,11 @@ class Intake:
             answers = await self._protocol.deliver(db, handler, arrivals, holder)
         else:
             answers = await self._run_leased(db, handler, arrivals, for_s)
+        if self.on_settled is not None:
+            self.on_settled(
+                handler.consumer,
+                [message_id for message_id, answer in answers.items() if _has_row(answer)],
+            )
         if len(known) == len(ids):
             return [answers[message_id] for message_id in ids]
         return self._unfolded(handler.consumer, messages, ids, answers, aside)

@@ -88,6 +88,11 @@ class JobLease:
         await self.dialect.run(db, "job_release", {"name": self._name, "token": self.token})
 
 
+async def history(db: Session, dialect: Dialect) -> str:
+    """Return which run of which database this is, as in `brokers.base.Anchor`."""
+    return str((await db.alone(dialect.statement("anchor_history"))).rows[0][0])
+
+
 class OpenAlert(NamedTuple):
     """A row of txbox_job that stands for an open alert.
 

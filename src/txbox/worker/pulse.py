@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import txbox
-from txbox.alerts import Alerting, database_away
+from txbox.alerts import Alerting, commits_lost, database_away
 from txbox.app import OUTBOX
 from txbox.boundaries import Boundary
 from txbox.boundaries import log as _log
@@ -22,6 +23,7 @@ from txbox.session import Operation, Session
 from txbox.store import activity
 from txbox.store.activity import Doing, Identity, Pause
 from txbox.worker.agenda import Run
+from txbox.worker.commits import Commits
 from txbox.worker.driving import thread
 from txbox.worker.table import Table
 
@@ -29,6 +31,8 @@ _BEAT_S = 5.0
 # even if nothing has changed; a process that has not written for 30 s counts as silent
 _WRITE_S = 15.0
 _NAME_MAX = 255
+# ids of a line
+_LISTED = 100
 # between two looks whether the database answers, and between tries to tell that it does not
 _WATCH_S, _WATCH_MAX_S = 0.5, 30.0
 
@@ -75,6 +79,7 @@ class Pulse:
 
     Args:
         doing: called for each row.
+        commits: compared with the database at each beat.
 
     Guarantee: its failures never delay or stop the worker. While the database is down, pauses stay as last read, and
     counts add up; a crash loses a few seconds of statistics.
@@ -86,6 +91,7 @@ class Pulse:
         identity: Identity,
         tables: Collection[Table],
         doing: Callable[[], Doing],
+        commits: Commits | None = None,
     ) -> None:
         self.identity = identity
         self._run_of = run
@@ -93,6 +99,7 @@ class Pulse:
         self._driver = run.driver
         self._tables = tables
         self._doing = doing
+        self._commits = commits
         self._over = False
         self._written: Doing | None = None
         self._write_at = 0.0
@@ -131,6 +138,8 @@ class Pulse:
             if self._asked_at is None:
                 self._asked_at = time.monotonic()
             self._best_effort(self._beat)
+            if self._commits is not None:
+                self._best_effort(partial(self._compare, self._commits))
             if not self._over:
                 self._woken.wait(_BEAT_S)
         if self._app.pauses.unwritten:
@@ -177,6 +186,22 @@ class Pulse:
         for table in self._tables:
             if table.paused:
                 await table.give_back(db)
+
+    async def _compare(self, commits: Commits, db: Session) -> None:
+        """Tell what the database has lost that this process had settled."""
+        alerting, dialect = self._app.alerting, self._app.store.dialect
+        for loss in await commits.missing(db, self._app.store):
+            self._app.events.emit(loss)
+            for start in range(0, loss.count, _LISTED):
+                listed = loss.message_ids[start : start + _LISTED]
+                _log.error("%s has lost %s", loss.consumer, ", ".join(listed))
+            if alerting is not None:
+                alert = commits_lost(
+                    loss.consumer or "", loss.count, loss.since, loss.until, complete=loss.complete
+                )
+                await db.begin()
+                await alerting.opened(db, dialect, [alert])
+                await db.commit()
 
     async def _write(self, db: Session) -> None:
         counting, dialect = self._app.activity, self._app.store.dialect

@@ -270,12 +270,14 @@ class Pump:
     def all_paused(self) -> bool:
         """Whether every consumer of this source is paused; messages then stay at the broker."""
         paused = self._app.pauses.paused
-        if not paused:
-            return False
-        consumers = [
+        return bool(paused) and bool(self.consumers) and paused.issuperset(self.consumers)
+
+    @property
+    def consumers(self) -> set[str]:
+        """Those that get messages of this source."""
+        return {
             handler.consumer for handler in self._app.handlers if self._matches.reaches(handler)
-        ]
-        return bool(consumers) and paused.issuperset(consumers)
+        }
 
     def _full(self) -> bool:
         return len(self._in_flight) >= self._in_flight_max or self._bytes >= self._bytes_max

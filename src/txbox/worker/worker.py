@@ -33,6 +33,7 @@ from txbox.store import leases
 from txbox.store.activity import Doing
 from txbox.text import counted
 from txbox.worker.agenda import Run
+from txbox.worker.commits import Commits
 from txbox.worker.driving import check_tables, thread
 from txbox.worker.health import Answers, Health
 from txbox.worker.lanes import Lanes
@@ -265,6 +266,20 @@ class Worker:
         self._awaited = ()
         self._handle_reports(0.0)
 
+    def _remembered(self) -> Commits | None:
+        """What is settled of sources that do not give again what the database loses; None without such sources."""
+        consumers = {
+            consumer
+            for consumption, pump in zip(self._consumptions, self._pumps, strict=True)
+            if not consumption.source.rewinds
+            for consumer in pump.consumers
+        }
+        if not consumers:
+            return None
+        commits = Commits(consumers, self._app.retention.processed.total_seconds())
+        self._app.intake.on_settled = commits.add
+        return commits
+
     def _consume(self, topics: Sequence[Sequence[str]]) -> None:
         """Start everything that works, and let the pumps go."""
         for pump in self._pumps:
@@ -283,7 +298,7 @@ class Worker:
             routes=[route.name for route in self._app.routes.all()] if self._relay else [],
             lanes=len(self._lanes),
         )
-        self._pulse = Pulse(self._run, identity, tables.values(), self._doing)
+        self._pulse = Pulse(self._run, identity, tables.values(), self._doing, self._remembered())
         self._pulse.start()
         self._health.consuming(tables.values(), self._driver, Answers(self._app))
         if self._webhooks is not None:
@@ -413,7 +428,7 @@ class Worker:
             if runs
         ]
         self._background.end()
-        self._app.agenda = None
+        self._app.agenda = self._app.intake.on_settled = None
         self._health.closing()
         if self._relays is not None:
             relays_s = max(hung_at - time.monotonic(), 0.0)

@@ -106,6 +106,7 @@ class Kafka(Source):
         on_error = config.pop("error_cb", None)
         self._config = config | {"bootstrap.servers": bootstrap_servers, "group.id": group or ""}
         self._group, self._anchored = group or "", anchored
+        self.rewinds = anchored
         self.name = f"kafka:{group or bootstrap_servers}"
         max_poll_s = int(config.get("max.poll.interval.ms", _MAX_POLL_MS)) / 1000
         # without a poll the group takes the partitions away, and `tend` polls
