@@ -322,6 +322,7 @@ class Session:
 
     __slots__ = (
         "_connections",
+        "_then",
         "_unavailable",
         "_waits",
         "connection",
@@ -336,6 +337,8 @@ class Session:
         # the connection reported that the database is away, or does not accept work
         self._unavailable = False
         self._waits = connections.waits
+        # what the next COMMIT calls for statements to begin behind it, see `commit_then`; only a lane sets it
+        self._then: Callable[[], Statements | None] | None = None
 
     async def begin(
         self,
@@ -356,14 +359,20 @@ class Session:
         idle_limit = () if user_code else self._connections.idle_limit
         if idle_limit:
             statements = (*idle_limit, *statements)
+        await self._settle_ahead(statements)
         at("before:begin")
 
         def send(connection: Connection) -> Awaitable[list[Result]]:
+            if connection.ahead is not None:
+                return connection.begun(meanwhile)
             if meanwhile is None:
                 return connection.begin(statements)
             return connection.begin_meanwhile(statements, meanwhile)
 
         return (await self._sent(statements, send))[len(idle_limit) :]
+
+    async def _settle_ahead(self, statements: Statements | None = None) -> None:
+        """Before what follows a COMMIT: end what `_then` has begun behind it, unless that is these statements."""
 
     async def _sent(
         self,
@@ -441,19 +450,19 @@ class Session:
         connection = self.connection
         assert connection is not None, "no transaction has begun"
         _around(statements, "before:commit", "before")
-        commit = self._committed(connection, statements, goes_on=goes_on)
+        then = None
+        if statements and not goes_on:
+            then, self._then = self._then, None
+        commit = self._committed(connection, statements, then)
         return await (_shielded(commit) if self.is_async else commit)
 
     async def _committed(
         self,
         connection: Connection,
         statements: Statements,
-        then: Callable[[], Statements | None] | None = None,
-        *,
-        goes_on: bool,
+        then: Callable[[], Statements | None] | None,
     ) -> list[Result]:
         """Send the COMMIT, and `then` begin what that returns; the connection is released unless something was."""
-        del goes_on
         self._waits[self] = time.monotonic()
         try:
             results = await (
@@ -512,6 +521,7 @@ class Session:
 
         Nothing that they return can stop the COMMIT.
         """
+        await self._settle_ahead()
         if self.connection is None:
             self.connection = await self._connections.acquire()
         if self.connection.pipelines:
@@ -538,6 +548,7 @@ class Session:
         Args:
             statement: may run twice: if the connection was lost, it is tried once more, on a new one.
         """
+        await self._settle_ahead()
         at(f"before:{statement.name}")
         again = False
         while True:
@@ -559,6 +570,7 @@ class Session:
 
     async def wait(self, timeout_s: float, until: Future[Any] | None = None) -> None:
         """Wait outside any transaction until the future is done or the timeout passes."""
+        await self._settle_ahead()
         if self.is_async:
             if until is None:
                 await asyncio.sleep(timeout_s)

@@ -579,15 +579,18 @@ def test_a_batch_that_goes_on_puts_back_what_was_prepared_behind_it(verb: str) -
     assert told.count("put back") == 1
 
 
-def test_nothing_is_offered_behind_a_commit_without_statements() -> None:
+@pytest.mark.parametrize(("statements", "goes_on"), [((), False), (ONE, True)])
+def test_nothing_is_offered_behind_a_commit_without_statements_or_one_that_goes_on(
+    statements: Statements, goes_on: bool
+) -> None:
     lends = Lends()
     follows = Follows(lends)
 
     async def operation(db: LaneSession) -> None:
         with db.followed_by(follows):
             await db.begin(ONE)
-            await db.commit()
+            await db.commit(statements, goes_on=goes_on)
 
     driven(lends, operation)
     assert follows.operation is None
-    assert lends.told == ["begin one", "commit", "released"]
+    assert lends.told == ["begin one", "commit one" if statements else "commit", "released"]

@@ -14,8 +14,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import coroutine
@@ -30,7 +29,7 @@ from txbox.outcome import Answer, Outcome
 from txbox.policy import Backoff
 from txbox.processing.intake import LeasedAnswer, Mode, ReleasedAnswer
 from txbox.processing.waiting import Holder
-from txbox.session import Connection, Connections, Result, Session, Statement, Statements, at
+from txbox.session import Connections, Result, Session, Statements, at
 from txbox.worker.agenda import Run
 from txbox.worker.table import Row, Table, take_together
 
@@ -498,14 +497,12 @@ class Following(Protocol):
 class LaneSession(Session):
     """A session that begins the transaction of the next batch right behind a COMMIT, on the same connection."""
 
-    __slots__ = ("_begun", "_following", "_offered", "_preparing")
+    __slots__ = ("_following", "_preparing")
 
     def __init__(self, connections: Connections) -> None:
         super().__init__(connections)
-        # sent behind the last COMMIT, not awaited yet
-        self._begun: Statements | None = None
         self._following: Following | None = None
-        self._offered = self._preparing = False
+        self._preparing = False
 
     def prepare(self, operation: Coroutine[Any, Any, Any]) -> Statements | None:
         """Run an operation of this session up to its first transaction without sending anything; see `resumed`.
@@ -521,76 +518,31 @@ class LaneSession(Session):
 
     @contextmanager
     def followed_by(self, following: Following | None) -> Generator[None]:
-        """Offer what comes next to the first COMMIT in this block."""
-        self._following, self._offered = following, False
+        """Offer what comes next to the first COMMIT in this block.
+
+        Only to the first: if the batch goes on, it may have to wait, and a waiter must have no ids in flight.
+        """
+        self._following = following
+        self._then = None if following is None else partial(_begin_behind, self, following)
         try:
             yield
         finally:
-            self._following, self._offered = None, False
+            self._following = self._then = None
 
     async def _settle_ahead(self, statements: Statements | None = None) -> None:
-        """The operation continues after a COMMIT: use what was begun behind it, or roll that back."""
         if self._preparing:
             await _pause(statements)
-        if self._offered and self._following is not None:
-            following, self._following, self._offered = self._following, None, False
+        if self._following is not None and self._then is None:
+            following, self._following = self._following, None
             following.put_back()
-        if self._begun is not None and statements is not self._begun:
+        ahead = None if self.connection is None else self.connection.ahead
+        if ahead is not None and ahead is not statements:
             await self.rollback()
-
-    async def begin(
-        self,
-        statements: Statements = (),
-        meanwhile: Callable[[], None] | None = None,
-        *,
-        user_code: bool = False,
-    ) -> list[Result]:
-        """See `Session.begin`; what was begun behind the last COMMIT is waited for."""
-        idle_limit = () if user_code else self._connections.idle_limit
-        if idle_limit:
-            statements = (*idle_limit, *statements)
-        if self._preparing or self._offered or self._begun is not None:
-            await self._settle_ahead(statements)
-        begun, self._begun = self._begun is not None, None
-
-        def send(connection: Connection) -> Awaitable[list[Result]]:
-            nonlocal begun
-            if begun:
-                begun = False
-                return connection.begun(meanwhile)
-            return connection.begin_meanwhile(statements, meanwhile)
-
-        at("before:begin")
-        return (await self._sent(statements, send))[len(idle_limit) :]
-
-    async def _committed(
-        self,
-        connection: Connection,
-        statements: Statements,
-        then: Callable[[], Statements | None] | None = None,
-        *,
-        goes_on: bool,
-    ) -> list[Result]:
-        if self._following is not None and not self._offered and statements and not goes_on:
-            # only the first COMMIT of a batch may have the next batch behind it: if this batch goes on, it may
-            # have to wait, and a waiter must have no ids in flight
-            self._offered = True
-            then = partial(_begin_behind, self, self._following)
-        results = await super()._committed(connection, statements, then, goes_on=goes_on)
-        self._begun = None if self.connection is None else connection.ahead
-        return results
-
-    async def rollback(self) -> None:
-        """See `Session.rollback`; what was begun behind the last COMMIT is rolled back, too."""
-        self._begun = None
-        await super().rollback()
 
     def discard(self) -> None:
         """See `Session.discard`."""
-        if (
-            not self._preparing
-        ):  # else it is the connection of the batch before, whose COMMIT is under way
-            self._begun = None
+        # while it prepares, the connection is that of the batch before, whose COMMIT is under way
+        if not self._preparing:
             super().discard()
 
     close = discard
@@ -601,18 +553,7 @@ class LaneSession(Session):
             results = await self.begin(statements)
             await self.commit()
             return results
-        await self._settle_ahead()
         return await super().together(statements)
-
-    async def alone(self, statement: Statement) -> Result:
-        """See `Session.alone`."""
-        await self._settle_ahead()
-        return await super().alone(statement)
-
-    async def wait(self, timeout_s: float, until: Future[Any] | None = None) -> None:
-        """See `Session.wait`."""
-        await self._settle_ahead()
-        await super().wait(timeout_s, until)
 
 
 def _begin_behind(db: LaneSession, following: Following) -> Statements | None:
