@@ -330,6 +330,37 @@ def test_the_counts_of_one_consumer_cost_the_same_whatever_others_have_counted(
     assert all(now < 3 * before + 50 for now, before in zip(costs(), alone, strict=True))
 
 
+def test_the_groups_of_a_quarantine_cost_the_same_however_large_it_is(
+    database_url: str, raw: Callable[[str], Raw]
+) -> None:
+    view = raw(database_url)
+    columns, table = "consumer, message_id, hash, reason", "txbox_quarantine"
+    view.execute(f"INSERT INTO {table} ({columns}) VALUES ('billing', 'm', 'h', 'r')")
+
+    def costs(letters: str) -> list[int]:
+        for letter in letters:
+            longer = (
+                f"CONCAT(message_id, '{letter}')"
+                if view.product == "mysql"
+                else f"message_id || '{letter}'"
+            )
+            view.execute(
+                f"INSERT INTO {table} ({columns}) SELECT consumer, {longer}, hash, reason FROM {table}"
+            )
+        if view.product == "mysql":
+            view.rows("ANALYZE TABLE txbox_quarantine")
+        else:
+            view.execute("ANALYZE txbox_quarantine")
+        return [cost(view, "quarantine_groups", mode=mode, most=500) for mode in _every_mode(view)]
+
+    before, now = costs("abcdefghijk"), costs("lm")
+    assert view.value("SELECT count(*) FROM txbox_quarantine") == 2**13
+    assert all(many < 1.5 * some + 50 for many, some in zip(now, before, strict=True)), (
+        before,
+        now,
+    )
+
+
 # -- time ------------------------------------------------------------------------------------------
 
 

@@ -769,7 +769,7 @@ SELECT [quarantine_row]
 [look] [text newest.consumer], newest.reason, [text newest.topic], [text newest.source], count(*),
        [time min(newest.received_at)], [time max(newest.received_at)]
   FROM (SELECT consumer, reason, topic, received_at, substr(message_id, 1, nullif([first_space message_id], 0) - 1) AS source
-          FROM txbox_quarantine WHERE status = 'quarantined'
+          FROM [newest_aside] WHERE status = 'quarantined'
          ORDER BY received_at DESC, hash DESC, consumer DESC, message_id DESC
          LIMIT :most::integer) AS newest
  GROUP BY newest.consumer, newest.reason, newest.topic, newest.source

@@ -29,6 +29,7 @@
 -- fragment: open =
 -- fragment: first_space text = instr([text], ' ')
 -- fragment: waiting_aside = txbox_quarantine FORCE INDEX (txbox_quarantine_waiting)
+-- fragment: newest_aside = txbox_quarantine FORCE INDEX (txbox_quarantine_newest)
 -- fragment: by_status = txbox_inbox FORCE INDEX (txbox_inbox_open) WHERE consumer = :consumer
 -- fragment: outbox_by_due = txbox_outbox FORCE INDEX (txbox_outbox_due)
 -- fragment: inbox_by_due = txbox_inbox FORCE INDEX (txbox_inbox_due)

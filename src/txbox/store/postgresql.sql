@@ -25,6 +25,7 @@ extract(epoch FROM clock_timestamp() - CASE [moment] WHEN 'infinity' THEN '9999-
 -- POSIX as in is_due.
 -- fragment: first_space text = strpos([text], ' ')
 -- fragment: waiting_aside = txbox_quarantine
+-- fragment: newest_aside = txbox_quarantine
 -- fragment: by_status = txbox_inbox WHERE consumer = :consumer::text COLLATE "POSIX"
 -- fragment: outbox_by_due = txbox_outbox
 -- fragment: inbox_by_due = txbox_inbox

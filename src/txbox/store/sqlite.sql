@@ -25,6 +25,7 @@
 -- This index alone has the rows of a status in the order of their arrival.
 -- fragment: first_space text = instr([text], ' ')
 -- fragment: waiting_aside = txbox_quarantine
+-- fragment: newest_aside = txbox_quarantine
 -- fragment: by_status = txbox_inbox INDEXED BY txbox_inbox_status WHERE consumer = :consumer
 -- fragment: outbox_by_due = txbox_outbox INDEXED BY txbox_outbox_due
 -- fragment: inbox_by_due = txbox_inbox
