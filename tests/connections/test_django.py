@@ -144,8 +144,12 @@ def test_process_inside_the_callers_atomic_is_refused(
     def handle(message: Message[Any], tx: Any) -> None:
         raise AssertionError("not reached")
 
-    with transaction.atomic(using=alias), pytest.raises(ConfigurationError, match="atomic"):
-        app.process(message())
+    with transaction.atomic(using=alias):
+        with pytest.raises(ConfigurationError, match="atomic"):
+            app.process(message())
+        (finding,) = Admin(app).doctor().findings
+        assert finding.problem.endswith("inside an atomic block.")
+        assert finding.remedy.startswith("Call it outside, or use Inbox.accept(")
     assert not connections[alias].in_atomic_block
 
 

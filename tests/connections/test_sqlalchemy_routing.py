@@ -15,6 +15,7 @@ from sqlalchemy.ext import asyncio as sa_async
 from tests.support.connections import engine_url
 from tests.support.databases import Raw, names
 from txbox import App, Inbox, Message, Outbox, Outcome
+from txbox.admin import Admin
 from txbox.errors import ConfigurationError
 
 pytestmark = pytest.mark.every_database
@@ -121,6 +122,9 @@ def test_a_session_that_chooses_its_connection_is_refused_before_anything_runs(
         for _ in range(2):
             with pytest.raises(ConfigurationError, match=kind.__name__):
                 app.process(message())
+        (finding,) = Admin(app).doctor().findings
+        assert finding.problem.endswith("although the message fails.")
+        assert finding.remedy.startswith("Use a sessionmaker without get_bind()")
     engine.dispose()
     assert accounts(other_url) == 0
     with Raw(target_url) as raw:

@@ -260,8 +260,8 @@ class DjangoConnection(Connection):
                 self._prepare_transaction()
         except RuntimeError as error:
             raise ConfigurationError(
-                "txbox needs a transaction of its own, but was called inside an atomic block: call it outside, "
-                "or use Inbox.accept(django.db.connection, …)."
+                "txbox needs a transaction of its own, but was called inside an atomic block",
+                "call it outside, or use Inbox.accept(django.db.connection, …).",
             ) from error
         except (Error, wrapper.Database.Error) as error:
             raise self._failure(error) from error
@@ -433,7 +433,8 @@ def _wrapper(alias: str) -> Any:
         return connections[alias]
     except ConnectionDoesNotExist as error:
         raise ConfigurationError(
-            f"There is no database {alias!r} in settings.DATABASES: pass an existing alias, App(django='default')."
+            f"There is no database {alias!r} in settings.DATABASES",
+            "pass an existing alias, App(django='default').",
         ) from error
 
 
@@ -442,7 +443,8 @@ def _check_autocommit(wrapper: Any) -> None:
     if not (wrapper.autocommit if connected else wrapper.settings_dict["AUTOCOMMIT"]):
         raise ConfigurationError(
             f"Django's autocommit is off on the database {wrapper.alias!r}, and its transactions are not txbox's to "
-            "commit: remove AUTOCOMMIT from its settings, or end set_autocommit(False) first."
+            "commit",
+            "remove AUTOCOMMIT from its settings, or end set_autocommit(False) first.",
         )
 
 

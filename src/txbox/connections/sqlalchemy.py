@@ -619,8 +619,8 @@ def _check_begun(session: orm.Session, _transaction: Any, connection: sa.Connect
 def _elsewhere(session: orm.Session) -> ConfigurationError:
     return ConfigurationError(
         f"The {type(session).__qualname__} of App(sessionmaker) takes another connection than the one of its "
-        "transaction, where a commit would be kept although the message fails: use a sessionmaker without get_bind() "
-        "and binds=, and a session of your own for other databases."
+        "transaction, where a commit would be kept although the message fails",
+        "use a sessionmaker without get_bind() and binds=, and a session of your own for other databases.",
     )
 
 
