@@ -34,8 +34,8 @@ from txbox.store.inbox import AGAIN_MAX, Existing, out_of_sight
 _TWO_PAYLOADS = "Two payloads came under one id in one batch: the producer reuses ids, or a message was altered."
 _QUARANTINED = Answer(Outcome.QUARANTINED)
 _STORED = Answer(Outcome.DEFERRED)
-# no row of the inbox is behind these; compared by identity, for the hash of an enumeration is slow
-_IN_PROGRESS, _ASIDE = Outcome.IN_PROGRESS, Outcome.QUARANTINED
+# compared by identity: the hash of an enumeration is slow
+_DUPLICATE, _IN_PROGRESS, _ASIDE = Outcome.DUPLICATE, Outcome.IN_PROGRESS, Outcome.QUARANTINED
 
 
 class Mode(Enum):
@@ -71,8 +71,10 @@ class _Leasing(NamedTuple):
     token: str
 
 
-def _has_row(answer: Answer) -> bool:
-    return answer.outcome is not _IN_PROGRESS and answer.outcome is not _ASIDE
+def _is_written(answer: Answer) -> bool:
+    """Whether a row was committed with it; that of a duplicate is older."""
+    outcome = answer.outcome
+    return outcome is not _DUPLICATE and outcome is not _IN_PROGRESS and outcome is not _ASIDE
 
 
 class Intake:
@@ -170,7 +172,7 @@ class Intake:
                 return [await self._set_aside(db, handler, message, error.message_id, str(error))]
             arrival.received = time.monotonic() if received is None else received[0]
             answer = await self._protocol.deliver_one(db, handler, arrival, holder)
-            if self.on_settled is not None and _has_row(answer):
+            if self.on_settled is not None and _is_written(answer):
                 self.on_settled(handler.consumer, (arrival.message_id,))
             return [answer]
         known: dict[str, Arrival] = {}
@@ -212,7 +214,7 @@ class Intake:
         if self.on_settled is not None:
             self.on_settled(
                 handler.consumer,
-                [message_id for message_id, answer in answers.items() if _has_row(answer)],
+                [message_id for message_id, answer in answers.items() if _is_written(answer)],
             )
         if len(known) == len(ids):
             return [answers[message_id] for message_id in ids]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from txbox.events import CommitsLost
@@ -27,15 +26,6 @@ _ASKED = 500
 
 # when, by the clock, of which consumer, which ids
 _Settled = tuple[float, str, Collection[str]]
-
-
-@dataclass(slots=True)
-class _Loss:
-    """What is missing of one consumer."""
-
-    since: datetime
-    until: datetime
-    ids: list[str] = field(default_factory=list[str])
 
 
 class Commits:
@@ -80,23 +70,19 @@ class Commits:
         # a database loses its last commits, so with one of the first there, all before it are
         _, consumer, ids = settled[0]
         complete = not kept[consumer].isdisjoint(ids)
-        losses: dict[str, _Loss] = {}
+        # each id once, whatever comes behind it
+        losses: dict[str, dict[str, float]] = {}
         for at, consumer, ids in settled:
             for message_id in ids:
                 if message_id not in kept[consumer]:
-                    # once, whatever comes behind it
-                    kept[consumer].add(message_id)
-                    when = datetime.fromtimestamp(at, UTC)
-                    loss = losses.setdefault(consumer, _Loss(when, when))
-                    loss.until = when
-                    loss.ids.append(message_id)
-        self._forget(settled, {consumer: {*loss.ids} for consumer, loss in losses.items()})
+                    losses.setdefault(consumer, {}).setdefault(message_id, at)
+        self._forget(settled, losses)
         return [
             CommitsLost(
-                consumer=consumer, count=len(loss.ids), since=loss.since, until=loss.until,
-                message_ids=tuple(loss.ids), complete=complete,
+                consumer=consumer, count=len(lost), since=_time(min(lost.values())), until=_time(max(lost.values())),
+                message_ids=tuple(lost), complete=complete,
             )
-            for consumer, loss in losses.items()
+            for consumer, lost in losses.items()
         ]  # fmt: skip
 
     def _recent(self) -> Sequence[_Settled]:
@@ -107,12 +93,12 @@ class Commits:
             count -= len(settled.popleft()[2])
         return tuple(settled)
 
-    def _forget(self, settled: Sequence[_Settled], lost: Mapping[str, set[str]]) -> None:
+    def _forget(self, settled: Sequence[_Settled], losses: Mapping[str, Collection[str]]) -> None:
         """Keep only the others of what was compared; more may have come behind it meanwhile."""
         for _ in settled:
             self._settled.popleft()
         for at, consumer, ids in reversed(settled):
-            if others := [each for each in ids if each not in lost.get(consumer, ())]:
+            if others := [each for each in ids if each not in losses.get(consumer, ())]:
                 self._settled.appendleft((at, consumer, others))
 
     async def _kept(
@@ -124,3 +110,7 @@ class Commits:
             kept.update(await store.classify(db, consumer, ids[start : start + _ASKED]))
             await db.commit()
         return kept
+
+
+def _time(at: float) -> datetime:
+    return datetime.fromtimestamp(at, UTC)
