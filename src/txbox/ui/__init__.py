@@ -78,6 +78,8 @@ _LIVE = "/live"
 _STREAMS_MAX = 32
 _STREAM_S = 300.0
 _TICK_S = 3.0
+# workers write their counts as often
+_COUNTED_S = 15.0
 
 
 class Dashboard:
@@ -325,7 +327,7 @@ class Dashboard:
     # -- live ---------------------------------------------------------------------------------
 
     def _live(self, request: Request) -> Response:
-        """Server-sent events: one whenever the overview has changed."""
+        """Server-sent events: `changed` whenever the overview has, and from time to time `counted`, for charts."""
         if self._streams >= _STREAMS_MAX:
             later = {"retry-after": "30", "connection": "close"}
             raise Refused(503, "Too many pages are being kept up to date.", later)
@@ -338,8 +340,8 @@ class Dashboard:
         yield b"retry: 10000\n\n"
         # the state that the page shows: a change since then is sent at once
         seen = request.query_params.get("seen", "")
-        ends = time.monotonic() + _STREAM_S
-        while time.monotonic() < ends:
+        began = sent_at = time.monotonic()
+        while (at := time.monotonic()) < began + _STREAM_S:
             try:
                 # an expired login gets nothing more
                 if not isinstance(await self._access(request), Access):
@@ -347,8 +349,16 @@ class Dashboard:
                 now = await loop.run_in_executor(self._pool, self._summarized)
             except (StoreError, SchemaError, Refused):
                 now = "unavailable"
-            if seen and now != seen:
-                yield f"event: changed\ndata: {now}\n\n".encode()
+            event = (
+                "changed"
+                if seen and now != seen
+                else "counted"
+                if at > sent_at + _COUNTED_S
+                else ""
+            )
+            if event:
+                sent_at = at
+                yield f"event: {event}\ndata: {now}\n\n".encode()
             else:
                 # a comment: fails when the client is gone
                 yield b":\n\n"

@@ -94,14 +94,14 @@
 
   // a page is asked for again and its regions are put in place, unless somebody is choosing or typing there
   let asking = false;
-  const fresh = async () => {
-    if (asking || document.hidden) return;
+  const fresh = async (regions = "[data-region]") => {
+    if (asking || from || document.hidden || !document.querySelector(regions)) return;
     asking = true;
     try {
       const answer = await fetch(location.href, { headers: { accept: "text/html" }, credentials: "same-origin" });
       if (!answer.ok) return;
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-      document.querySelectorAll("[data-region]").forEach((region) => {
+      document.querySelectorAll(regions).forEach((region) => {
         const next = page.querySelector(`[data-region="${region.dataset.region}"]`);
         if (!next || region.contains(document.activeElement) && document.activeElement !== region) return;
         if (region.querySelector("input:checked, details[open]")) return;
@@ -131,7 +131,8 @@
     const live = document.body.dataset.live;
     if (live && "EventSource" in window) {
       const stream = root.stream = new EventSource(live);
-      stream.addEventListener("changed", fresh);
+      stream.addEventListener("changed", () => fresh());
+      stream.addEventListener("counted", () => fresh('[data-region="charts"], [data-region="rates"], [data-region="heat"]'));
       window.addEventListener("pagehide", () => stream.close());
       document.addEventListener("visibilitychange", () => { if (!document.hidden) fresh(); });
     }
