@@ -20,7 +20,7 @@ from txbox.ui import Access
 from txbox.worker.serving import DASHBOARD, Server
 
 #: By name, the page and how many pixels of it are shown.
-PAGES = {"overview": ("/?last=6h", 900), "consumer": ("/consumer?name=billing&last=24h", 1130)}
+PAGES = {"overview": ("/?last=6h", 1050), "consumer": ("/consumer?name=billing&last=24h", 1130)}
 
 
 def shoot(app: App, folder: Path) -> None:

@@ -47,7 +47,7 @@ def test_outcomes_are_stacked_and_the_smallest_is_seen() -> None:
     assert throughput.steps[58].until == "2026-11-28T12:30"
 
 
-def test_latency_is_in_powers_of_ten_and_has_gaps() -> None:
+def test_latency_has_round_marks_and_gaps() -> None:
     slow = {"latency": within(4.0, 10)}
     latency = counted({"latency": within(0.004, 10)}, {}, slow, slow).charts[1]
     assert latency.left == ("10 s", "1 s", "100 ms", "10 ms", "1 ms")
@@ -55,6 +55,18 @@ def test_latency_is_in_powers_of_ten_and_has_gaps() -> None:
     assert drawing.count("M") == 2, "nothing is drawn where nothing was measured"
     assert drawing.count("h10") == 3
     assert "p50 -" in latency.steps[57].sentence
+
+
+def test_waiting_is_marked_in_minutes_hours_and_days() -> None:
+    lag = counted({"oldest_s": 0.4}, {"oldest_s": 60.0}, {"oldest_s": 3 * 3600.0}).charts[2]
+    assert lag.left == ("1d", "1h", "10m", "60 s", "10 s", "1 s", "100 ms")
+    # a mark is as far from the next one as any other
+    heights = [float(step.split("h")[0]) for step in lag.paths[0][2].split(" ", 1)[1].split("V")]
+    assert heights == [90.0, 50.0, 10.9]
+    # longer than every mark
+    years = counted({"oldest_s": 1e8}, {"oldest_s": 1e8}).charts[2]
+    assert years.left == ("365d", "30d")
+    assert years.paths[0][2].startswith("M580 0.0h10")
 
 
 def test_latencies_are_a_map_with_the_sum_of_each_row_beside() -> None:

@@ -282,6 +282,12 @@ def test_a_reroute_goes_exactly_where_the_form_says(
     nowhere = browser.post("/confirm", table="outbox", action="reroute all", to=" ")
     assert nowhere.status == 400
     assert "Which route?" in nowhere.text
+    # the page of one completes the names that are known
+    view.execute("UPDATE txbox_outbox SET route = 'elsewhere'")
+    page = serve(filled_sqlite).get(
+        f"/outgoing?message_id={view.value('SELECT min(id) FROM txbox_outbox')}"
+    )
+    assert '<option value="elsewhere">' in page.text
 
 
 def test_a_quarantined_message_is_accepted_under_another_id(

@@ -421,15 +421,16 @@ class Queries(Operator):
 
     def names(self) -> Mapping[str, Sequence[str]]:
         """Name the values that a filter can have: by criterion, and of those that are few."""
-        app, workers = self.app, self.crew().workers
+        app, workers, unsent = self.app, self.crew().workers, self.unsent()
         topics = {
             *app.handlers.topics(),
             *(name for route in app.routes.all() for name in route.topics),
+            *(waiting.topic for waiting in unsent),
         }
         for worker in workers:
             topics.update(*worker.sources.values())
         routes = {route.name for route in app.routes.all()}.union(
-            *(worker.routes for worker in workers)
+            (waiting.route for waiting in unsent), *(worker.routes for worker in workers)
         )
         names = {
             "consumer": {*app.handlers.consumers(), *self.consumers()},

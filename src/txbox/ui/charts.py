@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple
@@ -21,6 +22,8 @@ _SHARES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
 _TOGETHER = timedelta(minutes=10)
 _TICKS = 4
 _SHADES = 5
+#: Of an axis of time, in seconds.
+_MARKS_S = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3_600.0, 86_400.0, 2_592_000.0, 31_536_000.0)
 
 
 class Step(NamedTuple):
@@ -294,23 +297,31 @@ def _linear(top: int) -> tuple[str, ...]:
 def _logarithmic(
     lines: Mapping[str, Sequence[float | None]],
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Lines in steps over whole powers of ten, and the labels of these powers."""
+    """Lines in steps between round marks, each several times the one below it, and the labels of these marks."""
     values = [value for line in lines.values() for value in line if value]
     if not values:
         return dict.fromkeys(lines, ""), ()
-    low = math.floor(math.log10(max(min(values), 0.001)))
-    high = max(math.ceil(math.log10(max(values))), low + 1)
+    low = min(math.floor(_height(min(values))), len(_MARKS_S) - 2)
+    high = max(math.ceil(_height(max(values))), low + 1)
     return (
         {name: _stairs(line, low, high) for name, line in lines.items()},
-        tuple(lasting(10.0**power) for power in range(high, low - 1, -1)),
+        tuple(lasting(mark_s) for mark_s in reversed(_MARKS_S[low : high + 1])),
     )
+
+
+def _height(seconds: float) -> float:
+    """Where on the marks a time is, which are at equal distances."""
+    below = min(max(bisect_right(_MARKS_S, seconds) - 1, 0), len(_MARKS_S) - 2)
+    low_s, high_s = _MARKS_S[below : below + 2]
+    share = math.log(max(seconds, low_s) / low_s) / math.log(high_s / low_s)
+    return below + min(share, 1.0)
 
 
 def _stairs(line: Iterable[float | None], low: int, high: int) -> str:
     drawing, is_open = list[str](), False
     for number, value in enumerate(line):
         if value is not None:
-            share = (math.log10(max(value, 10.0**low)) - low) / (high - low)
+            share = (max(_height(value), low) - low) / (high - low)
             y = f"{HEIGHT * (1 - share):.1f}"
             drawing.append(f"V{y}h{STEP}" if is_open else f"M{number * STEP} {y}h{STEP}")
         is_open = value is not None

@@ -442,6 +442,7 @@ class Pages:
             "revealed": reveal, "live": not reveal,
             "payload": readable(message.payload), "result": readable(getattr(message, "result", None)),
             "verbs": self._verbs(asked, table, message),
+            "names": self._names(asked.admin) if "reroute" in table.changes else {},
             "rehearsed": table is INBOX and message.has_payload and asked.admin.has_handlers,
             "edited": _editable(message) if reveal and table is INBOX else None,
         }  # fmt: skip
