@@ -11,6 +11,9 @@ from txbox.admin.changes import ChangeOptions, result_of
 from txbox.admin.tables import Filter, InboxFilter, Verb
 from txbox.text import counted
 
+# characters of a filter in a question
+_NAMED = 80
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -76,7 +79,8 @@ class WantedChange:
         given = ", ".join(
             f"{views.label(name)} {value}" for name, value in criteria.items() if name != "status"
         )
-        of = f" of {given}" if given else ""
+        # the page repeats the filter; a sentence with all of a long one is hard to read
+        of = " that match the filter" if len(given) > _NAMED else f" of {given}" if given else ""
         to = f" to {self.options['to']}" if self.verb == "reroute" else ""
         if self.canary:
             to = ": one, then ten, then the rest"
