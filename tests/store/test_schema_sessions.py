@@ -50,7 +50,13 @@ def app_of(target: Any, **options: Any) -> App:
 def test_a_setting_that_changes_values_is_refused_by_name(
     postgresql_url: str, raw: RawOf, setting: str, remedy: str
 ) -> None:
-    raw(postgresql_url).execute(f"ALTER DATABASE {urlsplit(postgresql_url).path[1:]} SET {setting}")
+    name = urlsplit(postgresql_url).path[1:]
+    try:
+        raw(postgresql_url).execute(f"ALTER DATABASE {name} SET {setting}")
+    except psycopg.errors.FeatureNotSupported:
+        # since PostgreSQL 19 there are no other string literals
+        assert "standard_conforming_strings" in setting
+        return
     with app_of(postgresql_url) as app:
         for starts in (lambda: app.process(message("1")), app.init, lambda: app.send(message("1"))):
             with pytest.raises(SchemaError, match=remedy):
