@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -532,6 +533,23 @@ def test_looking(shop: Shop, database: FreshDatabase) -> None:
         (hidden,) = admin.show(InboxFilter(consumer="ledger", message_id="z"))
         assert hidden.headers == (("auth", None),)
         assert admin.show(InboxFilter(consumer="billing", message_id="nothing")) == []
+
+
+def test_each_column_describes_a_field_and_every_criterion_has_a_label() -> None:
+    fields_of = {
+        kind: {field.name for field in fields(kind)}
+        for kind in (InboxFilter, OutboxFilter, QuarantineFilter)
+    }
+    messages = {field.name for kind in fields_of for field in fields(kind.table.message)}
+    for column in views.COLUMNS:
+        assert column.field in messages
+        for table in column.lists:
+            assert column.field in {field.name for field in fields(table.row)}
+        if column.option is not None:
+            assert any(column.field in names for names in fields_of.values())
+    assert len({column.field for column in views.COLUMNS}) == len(views.COLUMNS)
+    assert views.label("error_type") == "error type"
+    assert views.label("id_prefix") == "ids that begin with"
 
 
 def test_a_mistyped_filter_is_hinted_at(shop: Shop) -> None:

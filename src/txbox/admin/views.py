@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from txbox.admin.activity import WorkerStatus
@@ -40,26 +42,34 @@ DEFAULT_PARTITION = (
     "Newer messages go to the default partition until `txbox run` or `txbox maintain` makes more."
 )
 _ERROR_CHARACTERS = 120
-_LABELS = {
-    "message_id": "id", "since": "received from", "until": "received before", "id_prefix": "ids that begin with",
-}  # fmt: skip
 _MARKS = {"stuck": "!", "waits": "…", "ok": "✓", "info": "-", "unchecked": "?"}
-_LISTED = {
-    INBOX.name: (
-        "consumer", "id", "status", "topic", "type", "key", "attempts", "received", "waits for", "error",
-    ),
-    OUTBOX.name: (
-        "id", "status", "topic", "route", "type", "key", "attempts", "staged", "next attempt", "waits for", "error",
-    ),
-    QUARANTINE.name: ("consumer", "id", "hash", "status", "topic", "type", "seen", "received", "reason"),
-}  # fmt: skip
-# of all three tables; columns that a row lacks are omitted
-_RECORD = (
-    "consumer", "id", "hash", "status", "topic", "route", "type", "key", "sequence", "number", "event time",
-    "received", "staged", "caused by", "updated", "processed", "sent", "next attempt", "waits for", "leased until",
-    "attempts", "unfinished starts", "seen", "content type", "headers", "origin", "payload", "payload sha-256",
-    "result", "reason", "error type", "fingerprint",
-)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How people see a field of messages.
+
+    Args:
+        field: its name in rows, filters and JSON.
+        heading: by default that name.
+        lists: the tables whose lists have it, at the place that the field has in their rows.
+        value: what is shown of a row; by default the field.
+        short: what a list shows instead.
+        wide: text of any length, which lists have at their end.
+        option: metavar and help of the filter's option.
+    """
+
+    field: str
+    heading: str = ""
+    lists: Sequence[Table] = ()
+    value: Callable[[Any], Cell] | None = None
+    short: Callable[[Any], Cell] | None = None
+    wide: bool = False
+    option: str | None = None
+
+    def __call__(self, row: Any) -> Cell:
+        cell: Cell = getattr(row, self.field) if self.value is None else self.value(row)
+        return cell
 
 
 def noun_of(table: Table, verb: Verb, status: str | None) -> str:
@@ -71,7 +81,7 @@ def noun_of(table: Table, verb: Verb, status: str | None) -> str:
 
 
 def label(criterion: str) -> str:
-    """How people call a criterion of a filter."""
+    """How people call a field, or a criterion of a filter."""
     return _LABELS.get(criterion, criterion.replace("_", " "))
 
 
@@ -213,15 +223,31 @@ def pauses(paused: Iterable[Pause]) -> View:
     )
 
 
-def page(table: Table, rows: Iterable[Any]) -> View:
-    """One row for each message."""
-    columns = _LISTED[table.name]
-    return View(columns, [tuple(_value(name, row, _SHORT) for name in columns) for row in rows])
+def page(table: Table, rows: Iterable[Any], front: Sequence[str] = ()) -> View:
+    """One row for each message; `front` are the fields to begin with."""
+    names = [*front, *(item.name for item in fields(table.row))]
+    columns = (column for column in COLUMNS if table in column.lists)
+    by_place = sorted(
+        columns, key=lambda one: (one.wide and one.field not in front, names.index(one.field))
+    )
+    return _view(by_place, rows)
+
+
+def _view(columns: Sequence[Column], rows: Iterable[Any]) -> View:
+    return View(
+        tuple(label(column.field) for column in columns),
+        [tuple((column.short or column)(row) for column in columns) for row in rows],
+    )
 
 
 def record(message: Any) -> Record:
     """Everything about one message except error, attempts and payload."""
-    values = ((name, _value(name, message, _LONG)) for name in _RECORD)
+    columns = (column for column in COLUMNS if column.field != "error")
+    values = (
+        (label(column.field), column(message))
+        for column in columns
+        if hasattr(message, column.field)
+    )
     return [(name, value) for name, value in values if value not in (None, "")]
 
 
@@ -259,25 +285,8 @@ def explanation(explained: Explanation) -> list[tuple[str, list[tuple[str, str, 
 
 def keys(table: Table, named: Iterable[Mapping[str, str]]) -> View:
     """The keys of rows, such as the sample of a change."""
-    return View(
-        tuple("id" if column == "message_id" else column for column in table.key),
-        [tuple(_key(column, key[column]) for column in table.key) for key in named],
-    )
-
-
-def _key(column: str, value: str) -> str:
-    if column == "hash":
-        return value[:12]
-    return value or (UNMATCHED if column == "consumer" else "(none)")
-
-
-def _value(name: str, row: Any, said: Mapping[str, Callable[[Any], Cell]]) -> Cell:
-    attribute = _ATTRIBUTES.get(name, name.replace(" ", "_"))
-    if not hasattr(row, attribute):
-        return None
-    say = said.get(name) or _SAID.get(name)
-    value: Cell = getattr(row, attribute) if say is None else say(row)
-    return value
+    columns = [column for column in COLUMNS if column.field in table.key]
+    return _view(columns, (SimpleNamespace(**key) for key in named))
 
 
 def _first_in_line(row: Any) -> str | None:
@@ -336,35 +345,40 @@ def _megabytes(count: int | None) -> str:
     return "-" if count is None else f"{count / 1_000_000:,.1f}"
 
 
-_ATTRIBUTES = {
-    "id": "message_id",
-    "event time": "time",
-    "received": "received_at",
-    "staged": "staged_at",
-    "updated": "updated_at",
-    "processed": "processed_at",
-    "sent": "sent_at",
-    "caused by": "cause_id",
-    "next attempt": "next_attempt_at",
-    "leased until": "lease_until",
-    "unfinished starts": "starts",
-    "payload sha-256": "payload_hash",
-}
-_SAID: dict[str, Callable[[Any], Cell]] = {
-    "consumer": lambda row: row.consumer or UNMATCHED,
-    "id": lambda row: row.message_id or "(none)",
-    "route": lambda row: row.route or "any",
-    "next attempt": _next_attempt,
-    "caused by": _caused_by,
-    "unfinished starts": lambda row: row.starts or None,
-    "error": _error,
-    "headers": _headers,
-    "origin": lambda row: ", ".join(f"{name}={value}" for name, value in row.origin.items()),
-    "payload": _payload,
-    "result": lambda row: None if row.result_bytes is None else f"{row.result_bytes} bytes",
-}
-_SHORT: dict[str, Callable[[Any], Cell]] = {
-    "hash": lambda row: row.hash[:12],
-    "waits for": _first_in_line,
-}
-_LONG: dict[str, Callable[[Any], Cell]] = {"waits for": _waits_for}
+_ALL = (INBOX, OUTBOX, QUARANTINE)
+#: Those of all three tables, in the order of a record.
+COLUMNS = (
+    Column("consumer", "", (INBOX, QUARANTINE), lambda row: row.consumer or UNMATCHED, option="TEXT of this consumer"),
+    Column("message_id", "id", _ALL, lambda row: row.message_id or "(none)"),
+    Column(
+        "hash", lists=(QUARANTINE,), short=lambda row: row.hash[:12],
+        option="HEX whose payload has this hash; its first digits are enough",
+    ),
+    Column("status", lists=_ALL, option="STATUS"),
+    Column("topic", lists=_ALL, option="TEXT of this topic"),
+    Column(
+        "route", lists=(OUTBOX,), value=lambda row: row.route or "any",
+        option="ROUTE with this route, as `txbox status` shows it",
+    ),
+    Column("type", lists=_ALL, option="TEXT of this type"),
+    Column("key", lists=(INBOX, OUTBOX), option="TEXT with this ordering key"),
+    Column("sequence"), Column("number"), Column("time", "event time"),
+    Column("received_at", "received", (INBOX, QUARANTINE)), Column("staged_at", "staged", (OUTBOX,)),
+    Column("cause_id", "caused by", value=_caused_by),
+    Column("updated_at", "updated"), Column("processed_at", "processed"), Column("sent_at", "sent"),
+    Column("next_attempt_at", "next attempt", (OUTBOX,), _next_attempt),
+    Column("waits_for", lists=(INBOX, OUTBOX), value=_waits_for, short=_first_in_line),
+    Column("lease_until", "leased until"), Column("attempts", lists=(INBOX, OUTBOX)),
+    Column("starts", "unfinished starts", value=lambda row: row.starts or None), Column("seen", lists=(QUARANTINE,)),
+    Column("content_type"), Column("headers", value=_headers),
+    Column("origin", value=lambda row: ", ".join(f"{name}={value}" for name, value in row.origin.items())),
+    Column("payload", value=_payload), Column("payload_hash", "payload sha-256"),
+    Column("result", value=lambda row: None if row.result_bytes is None else f"{row.result_bytes} bytes"),
+    Column("reason", lists=(QUARANTINE,), wide=True),
+    Column("error_type", option="TEXT whose last error has this type, such as TimeoutError"),
+    Column("fingerprint", option="TEXT whose last error has this fingerprint, as `txbox show` prints it"),
+    Column("error", lists=(INBOX, OUTBOX), value=_error, wide=True),
+)  # fmt: skip
+_LABELS = {column.field: column.heading for column in COLUMNS if column.heading} | {
+    "since": "received from", "until": "received before", "id_prefix": "ids that begin with",
+}  # fmt: skip

@@ -115,19 +115,15 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
     add_options(group, {"--actor NAME": "who did it (default: user@host)", "--reason TEXT": "why"})
 
 
-#: Filter options and their metavars, in the order of help; a command has those of its table's filter.
-_FILTERS = {
-    "consumer": ("TEXT", "of this consumer"),
-    "status": ("STATUS", ""),
-    "topic": ("TEXT", "of this topic"),
-    "route": ("ROUTE", "with this route, as `txbox status` shows it"),
-    "type": ("TEXT", "of this type"),
-    "key": ("TEXT", "with this ordering key"),
-    "error_type": ("TEXT", "whose last error has this type, such as TimeoutError"),
-    "fingerprint": ("TEXT", "whose last error has this fingerprint, as `txbox show` prints it"),
-    "hash": ("HEX", "whose payload has this hash; its first digits are enough"),
-    "older_than": ("AGE", "received or staged longer ago than this: 90s, 5m, 2h, 7d"),
-}
+def _filters(kind: type[Filter[Any, Any]]) -> dict[str, str]:
+    """The options of a table's filter, in the order of help: for each criterion its metavar and text."""
+    from txbox.admin.views import COLUMNS
+
+    names = {field.name for field in dataclasses.fields(kind)}
+    options = {
+        column.field: column.option for column in COLUMNS if column.option and column.field in names
+    }
+    return {**options, "older_than": "AGE received or staged longer ago than this: 90s, 5m, 2h, 7d"}
 
 
 def add_filter(
@@ -144,15 +140,15 @@ def add_filter(
         statuses: only these of the table's.
     """
     group = parser.add_argument_group("filter: only messages (all must match)")
-    known = {field.name for field in dataclasses.fields(kind)} if names is None else names
     choices = [str(status) for status in statuses or kind.table.statuses]
-    for name, (metavar, text) in _FILTERS.items():
+    for name, words in _filters(kind).items():
+        metavar, _, text = words.partition(" ")
         option = f"--{name.replace('_', '-')} {metavar}"
         if name == "status":
             # what has one status only needs no filter
             if len(choices) > 1:
                 add_options(group, {option: any_of(choices)}, choices=choices)
-        elif name in known:
+        elif names is None or name in names:
             add_options(group, {option: text})
 
 
@@ -164,11 +160,7 @@ def any_of(words: Sequence[str]) -> str:
 
 def filter_of(args: argparse.Namespace) -> Filter[Any, Any]:
     """The filter of the options; those that the command lacks match everything."""
-    criteria = {
-        field.name: getattr(args, field.name, None)
-        for field in dataclasses.fields(args.kind)
-        if field.name in _FILTERS
-    }
+    criteria = {name: getattr(args, name, None) for name in _filters(args.kind)}
     if criteria["status"] == "all":
         criteria["status"] = None
     chosen: Filter[Any, Any] = args.kind(**criteria)

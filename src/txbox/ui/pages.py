@@ -45,7 +45,7 @@ from txbox.boundaries import log as _log
 from txbox.errors import Fault, SchemaError, StoreError, StoreUnavailable, TxboxError
 from txbox.outcome import Status
 from txbox.store.activity import Counts, Kind
-from txbox.text import CONTROL, UNMATCHED, View, duration_of
+from txbox.text import CONTROL, UNMATCHED, duration_of
 from txbox.ui import security
 from txbox.ui.changes import Progress, WantedChange
 from txbox.ui.charts import Charts, charts
@@ -81,7 +81,9 @@ _SPANS = {
     )
 }  # fmt: skip
 #: What stands at the front of a list.
-_FRONT = ("id", "error", "reason", "status", "consumer", "received", "staged", "topic", "type")
+_FRONT = (
+    "message_id", "error", "reason", "status", "consumer", "received_at", "staged_at", "topic", "type",
+)  # fmt: skip
 #: Lists that are looked at often: the words, and the status.
 _VIEWS = {
     "inbox": (("Dead", "dead"), ("Retrying", "failed"), ("Waiting", "pending"), ("Running", "processing")),
@@ -345,7 +347,7 @@ class Pages:
             before = _number(before)
         page = asked.admin.page(where, limit=_ROWS, before=before, within_s=_LOOK_S)
         rows = page.rows
-        view = _in_front(views.page(table, rows).filled())
+        view = views.page(table, rows, _FRONT).filled()
         kept = {
             name: value
             for name, value in asked.query.items()
@@ -362,7 +364,7 @@ class Pages:
             "first": before is None, "live": before is None, "nothing": views.nothing(where),
             "hint": hint or ("" if rows else asked.admin.hint(where, names)),
             "stopped": page.behind is not None and len(rows) < _ROWS, "names": names, "words": words,
-            "views": _VIEWS[table.name],
+            "views": _VIEWS[table.name], "label": views.label,
             "extents": views.extents(table, {name: kept.get(name, value) for name, value in criteria.items()}),
             "groups": asked.admin.quarantine_groups() if of_all else (),
             "cut": where.id_prefix is not None and len(rows) == _ROWS and table is not QUARANTINE,
@@ -765,18 +767,6 @@ def _filter(kind: type[Filter[Any, Any]], given: Mapping[str, str]) -> Filter[An
 
 def _unfinished(status: ConsumerStatus) -> int:
     return sum(status.counts.get(name, 0) for name in ("pending", "processing", "failed"))
-
-
-def _in_front(view: View) -> View:
-    """A list with what is looked for first."""
-    places = sorted(
-        range(len(view.columns)),
-        key=lambda place: (
-            _FRONT.index(view.columns[place]) if view.columns[place] in _FRONT else len(_FRONT)
-        ),
-    )
-    rows = [tuple(row[place] for place in places) for row in view.rows]
-    return View(tuple(view.columns[place] for place in places), rows)
 
 
 def _completed(value: str, names: Sequence[str]) -> str:
