@@ -247,6 +247,8 @@ def _serve(channel: socket.socket) -> tuple[str, ...]:
             if not pid:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                # ignored in whatever a script starts with &, these tests perhaps
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 os.write(status, os.getpid().to_bytes(4, "big"))
                 for number, stream in enumerate(streams):
                     os.dup2(stream, number)
