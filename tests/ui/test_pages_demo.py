@@ -261,6 +261,20 @@ def test_an_unreachable_route_is_not_called_running_and_no_chart_is_empty(
         assert '<span class="status running">running</span>' in browser.get(route).text
 
 
+def test_a_consumer_and_a_route_are_shown_in_the_time_that_was_chosen(
+    night_sqlite: App, serve: Serve
+) -> None:
+    browser = serve(night_sqlite)
+    page = browser.get("/?last=24h").text
+    for link in ("/consumer?name=billing", "/route?name=rabbitmq"):
+        assert f'href="{link}&amp;last=24h"' in page
+        assert f'href="{link}"' not in page
+    assert (
+        'href="/?last=24h">Overview</a> / consumer'
+        in browser.get("/consumer?name=billing&last=24h").text
+    )
+
+
 def test_a_list_begins_with_what_is_looked_for(night_sqlite: App, serve: Serve) -> None:
     page = serve(night_sqlite).get("/messages?status=dead").text
     heads = re.findall(r'<th scope="col"[^>]*>([^<]+)</th>', page)
