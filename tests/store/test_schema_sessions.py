@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import psycopg
 import pytest
 
-from tests.support.databases import BY_NAME, PostgreSQL, Raw
+from tests.support.databases import BY_NAME, SELECTION, PostgreSQL, Raw, selected
 from tests.support.doctor import findings
 from txbox import App, Inbox, Limits, Message, Outcome, UnusableMessage
 from txbox.admin import Admin
@@ -166,6 +166,8 @@ def test_accept_says_that_it_cannot_read_a_row(
 def encoded_url(request: pytest.FixtureRequest) -> Iterator[str]:
     postgresql = BY_NAME["postgresql"]
     assert isinstance(postgresql, PostgreSQL)
+    if postgresql not in selected():
+        pytest.skip(f"postgresql is not among {SELECTION}")
     url = postgresql.create_in(request.param)
     yield url
     postgresql.drop(url)
