@@ -10,7 +10,7 @@ PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
 # Containers like to set it. Then every process of the suite, and it starts thousands, compiles all it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help dev demo demo-data check format test test-brokers test-slow test-clusters test-matrix test-ui crash crash-brokers chaos models mutants fuzz bench bench-peers bench-soak docs test-docs dist servers servers-down clean
+.PHONY: help dev demo demo-data check format test test-brokers test-slow test-clusters test-matrix test-ui test-contract crash crash-brokers chaos models mutants fuzz bench bench-peers bench-soak docs test-docs dist servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,10 @@ test-matrix: dev ## Newer and older servers and Pythons, one by one, an hour in 
 test-ui: dev ## The dashboard, and in a real browser; gets Chromium and axe-core; pictures in build/ui
 	@$(PY) -m tests.support.browser
 	@$(PY) -m tests.support.servers run --databases -- $(BIN)/pytest -m "slow or not slow" tests/ui $(ARGS)
+
+test-contract: dev ## Check programs against docs/contract.md, right and wrong ones; gets the driver of Node first
+	@npm ci --prefix examples/node --no-fund --no-audit
+	@$(PY) -m tests.support.servers run --databases -- $(PYTEST) -m "slow or not slow" tests/testing/test_conformance.py $(ARGS)
 
 crash: dev ## Kill real processes at every point, and print what became of each; wrong consumers too
 	@$(PY) -m tests.support.servers run -- $(BIN)/pytest -v tests/crash tests/worker/test_worker_killed.py tests/scenarios/test_crashes.py $(ARGS)
@@ -105,4 +109,4 @@ servers-down: dev ## Stop every server of this checkout, and what aborted tests 
 	@$(PY) -m tests.support.servers down
 
 clean: ## Remove the environment and every cache
-	rm -rf benchmarks/peers/.venv benchmarks/peers/node_modules .venv .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	rm -rf benchmarks/peers/.venv benchmarks/peers/node_modules examples/node/node_modules .venv .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build

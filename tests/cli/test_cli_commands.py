@@ -357,8 +357,9 @@ def test_every_command_prints_json(sqlite_shop: Command) -> None:
     send(sqlite_shop, "3")
     for words in _EVERY_COMMAND_AS_JSON:
         assert isinstance(sqlite_shop(*words, "--json").json, dict)
-    # encrypt takes an App with a codec: tests/admin/test_encrypt.py; prove an empty inbox: tests/testing/test_proof.py
-    beside = {"demo", "ui", "completion", "encrypt", "prove"}
+    # encrypt takes an App with a codec: tests/admin/test_encrypt.py; prove an empty inbox: tests/testing/test_proof.py;
+    # conformance a program: tests/testing/test_conformance.py
+    beside = {"demo", "ui", "completion", "encrypt", "prove", "conformance"}
     covered = {words[0] for words in _EVERY_COMMAND_AS_JSON} | beside
     (commands,) = (action.choices for action in make_parser()._actions if action.dest == "command")
     assert covered == set(commands or ())

@@ -174,6 +174,11 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     add_options(proof, {"path MODULE:APP": "instead of --app"}, nargs="?")
     lines = 'messages, one a line: {"id": "1", "topic": "orders", "body": {}}'
     add_options(proof, {"--messages FILE": lines}, type=Path, required=True)
+    kit = add_command(commands, "conformance", _conformance, common)
+    started = "starts the program, which finds the database in TXBOX_DATABASE_URL"
+    add_options(kit, {"--command COMMAND": started}, dest="program_under_test", required=True)
+    some = "check only these sentences, for example 3.8"
+    add_options(kit, {"--only NUMBER": some}, nargs="+", default=())
     send = add_command(commands, "send", _send, common)
     add_options(send, {"topic TOPIC": "a topic that a handler of the App consumes"})
     a_copy = {"--id ID": "its id; a second message with this id is a duplicate"}
@@ -636,6 +641,27 @@ def _prove(args: argparse.Namespace) -> int:
 
     with opened(args, handlers="runs handlers") as app:
         report = prove(app, read_messages(args.messages))
+    if args.json:
+        print_json(report.as_dict())
+    else:
+        for line in str(report).splitlines():
+            print_line(line)
+    return 0 if report.ok else 1
+
+
+def _conformance(args: argparse.Namespace) -> int:
+    """Checks a program in any language against the contract of the inbox, docs/contract.md, sentence by sentence: runs
+    it, kills it, and works beside it. Use a PostgreSQL database for tests, with nothing in its inbox and outbox, which
+    are emptied in the end. Exit status: 0 if every sentence holds.
+    """
+    # late: only this command needs it
+    from txbox.testing import conformance
+
+    if args.database is None or args.schema is not None:
+        raise ConfigurationError(
+            "`txbox conformance` takes --database, without --schema: programs use the search path."
+        )
+    report = conformance.run(args.database, args.program_under_test, only=args.only)
     if args.json:
         print_json(report.as_dict())
     else:
