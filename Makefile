@@ -60,7 +60,7 @@ test-ui: dev ## The dashboard, and in a real browser; gets Chromium and axe-core
 
 test-contract: dev ## Check programs against docs/contract.md, right and wrong ones; gets the driver of Node first
 	@npm ci --prefix examples/node --no-fund --no-audit
-	@$(PY) -m tests.support.servers run --databases -- $(PYTEST) -m "slow or not slow" tests/testing/test_conformance.py $(ARGS)
+	@$(PY) -m tests.support.servers run --databases -- $(PYTEST) -m "slow or not slow" tests/testing/test_conformance.py tests/scenarios/test_languages.py $(ARGS)
 
 crash: dev ## Kill real processes at every point, and print what became of each; wrong consumers too
 	@$(PY) -m tests.support.servers run -- $(BIN)/pytest -v tests/crash tests/worker/test_worker_killed.py tests/scenarios/test_crashes.py $(ARGS)
