@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT, page
 
 PAGE = page("docs/reference/integrations.md")
 #: The packages that bring no framework, or are what the others are made of.
-_SHARED = {"once", "__init__"}
+_SHARED = {"once", "requests", "__init__"}
 #: Integrations with a module of another name: FastAPI, Starlette and Litestar share one.
 _MODULES = {
     "fastapi": "starlette",

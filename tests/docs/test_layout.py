@@ -36,6 +36,7 @@ ELSEWHERE = {
     "cli/change": "cli/test_cli_commands.py",
     "errors": "connections/test_base_errors.py",
     "events": "observers/test_logging.py",
+    "integrations/django/views": "integrations/test_requests.py",
     "observers/activity": "worker/test_pulse.py",
     "observers/pauses": "worker/test_pulse_pauses.py",
     "store/inbox": "processing/test_intake.py",

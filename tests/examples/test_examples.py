@@ -152,3 +152,34 @@ def test_flask_shop(tmp_path: Path, postgresql_url: str, monkeypatch: pytest.Mon
         "[[(1,)], [('c0ffee',)]]",
         "(1,)",
     ]
+
+
+_PAYMENTS = """
+import asyncio
+import fastapi_once
+from tests.support.asgi import Lived
+
+async def main():
+    async with Lived(fastapi_once.api) as lived:
+        async def pay(amount, key, user="ann"):
+            headers = {"authorization": f"Bearer {user}-secret", "idempotency-key": key}
+            return tuple(await lived.ask("POST", f"/payments?amount={amount}", headers=headers))
+        for paid in ((30, "k-1"), (30, "k-1"), (31, "k-1"), (30, "k-1", "bob"), (2000, "k-2"), (1, "k-2")):
+            print(*await pay(*paid))
+
+asyncio.run(main())
+with fastapi_once.app.transaction() as tx:
+    print(tx.execute("SELECT * FROM payment ORDER BY 1, 2").fetchall())
+"""
+
+
+def test_fastapi_once(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables(postgresql_url, "CREATE TABLE payment (account text, amount int)")
+    monkeypatch.setenv("TXBOX_DATABASE_URL", postgresql_url)
+    *answers, payments = _run("-c", _PAYMENTS, cwd=EXAMPLES.parent, path=EXAMPLES).splitlines()
+    assert answers[0] == answers[1] == '201 {"account":"ann","amount":30}'
+    assert answers[2].startswith("422 ")
+    assert answers[3] == '201 {"account":"bob","amount":30}'
+    assert answers[4].startswith("402 ")
+    assert answers[5] == '201 {"account":"ann","amount":1}'
+    assert payments == "[('ann', 1), ('ann', 30), ('bob', 30)]"

@@ -9,8 +9,9 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from txbox.connections.base import Database, Executor
-from txbox.errors import ConfigurationError
+from txbox.connections.base import Database, Executor, dbapi_error
+from txbox.errors import ConfigurationError, StoreError, TxboxError
+from txbox.store.dialect import dialect
 
 # one line per driver: the top-level package of its classes → module, extra
 _ADAPTERS = {
@@ -24,6 +25,13 @@ _ADAPTERS = {
     "sqlalchemy": ("sqlalchemy", "sqlalchemy"),
     "django": ("django", "django"),
 }
+# of errors: the package of the driver, and what it talks to
+_PRODUCTS = {
+    "psycopg": "postgresql", "psycopg2": "postgresql", "asyncpg": "postgresql", "pymysql": "mysql", "asyncmy": "mysql",
+    "MySQLdb": "mysql", "sqlite3": "sqlite",
+}  # fmt: skip
+# that no connection could be had: as PEP 249, and the pool of SQLAlchemy, call it
+_UNCONNECTED = frozenset({"OperationalError", "InterfaceError", "TimeoutError"})
 _SCHEMES = {
     "postgresql": "psycopg",
     "postgres": "psycopg",
@@ -109,6 +117,26 @@ def borrow(tx: Any, *, is_async: bool = False, schema: str | None = None) -> Exe
     """
     executor: Executor = _adapter(tx).borrow(tx, is_async=is_async, schema=schema)
     return executor
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether beginning or committing a transaction by means of the user's own may succeed later.
+
+    There, errors are those of drivers, SQLAlchemy and Django, and there may be no connection to ask about them.
+    """
+    if isinstance(error, TxboxError):
+        return isinstance(error, StoreError) and error.transient
+    reasons: tuple[Any, ...] = (getattr(error, "orig", None), error.__cause__, error)
+    for reason in reasons:
+        packages = {kind.__module__.partition(".")[0] for kind in type(reason).__mro__}
+        if product := next(filter(None, map(_PRODUCTS.get, packages)), None):
+            failure = dbapi_error(reason, dialect(product))
+            if failure.code is not None:
+                return failure.transient
+            break
+    # no server has said why
+    named = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, OSError) or not _UNCONNECTED.isdisjoint(named)
 
 
 def _adapter(target: Any) -> ModuleType:

@@ -3,7 +3,7 @@
 api.register_blueprint(webhooks(app))
 
 @api.post("/orders/<int:number>")
-@transaction(app)
+@transaction(app)  # or @once(Inbox("place-order"), app.transaction, caller=…)
 def order(tx, number): ...
 """
 
@@ -23,6 +23,20 @@ from txbox.brokers.loop import EventLoop
 from txbox.brokers.webhook import Receive, Scope, Send, by_path
 from txbox.errors import ConfigurationError
 from txbox.handlers import is_async_function
+from txbox.inbox import Inbox
+from txbox.integrations.once import Begin
+from txbox.integrations.requests import (
+    Anonymous,
+    Answer,
+    Caller,
+    Received,
+    Refused,
+    Requests,
+    checked_caller,
+    form,
+    streamed,
+)
+from txbox.session import blocking
 
 P = ParamSpec("P")
 Asgi = Callable[[Scope, Receive, Send], Any]
@@ -68,6 +82,84 @@ def transaction(
         return called
 
     return decorate
+
+
+def once(
+    inbox: Inbox, begin: Begin, *, caller: Caller, **options: Any
+) -> Callable[[Callable[Concatenate[Any, P], ResponseReturnValue]], Callable[P, Response]]:
+    """`@api.post(…)` on top, then this, then a view that runs once for each caller and `Idempotency-Key`.
+
+    The view's first argument is the transaction. What it returns is kept in it, and a repeat gets that, byte for byte.
+
+    Args:
+        inbox: one for each route, because its consumer is part of the key: `Inbox("place-order")`.
+        begin: begins the transaction: `app.transaction`, `engine.begin`, `sessionmaker.begin`.
+        caller: returns the id of the authenticated user: `lambda: current_user.id`; or "anonymous".
+        options: as of `txbox.integrations.requests.Requests`.
+
+    A repeat is answered 409 with Retry-After while the first request runs, another request under the key 422, a
+    missing or malformed key 400; 503 with Retry-After while the database is away. An exception, `abort` too, and a
+    response of 400 and above roll back and leave no row; with `keep=(402, …)` a *returned* response of these statuses
+    is kept by itself.
+
+    Raises:
+        ConfigurationError: the view is async; in the request: there is no caller, or the response is a stream or too
+            large: nothing is kept.
+        StoreError, in the request: COMMIT was refused, or the view ended the transaction.
+
+    Guarantee: row, response and what the view wrote are one commit, and the response is sent behind it.
+    """
+    requests, who = Requests(inbox, begin, **options), checked_caller(caller)
+
+    def decorate(
+        view: Callable[Concatenate[Any, P], ResponseReturnValue],
+    ) -> Callable[P, Response]:
+        if is_async_function(view):
+            raise ConfigurationError(
+                f"The view {view.__qualname__} is async: make it a `def` function."
+            )
+
+        @wraps(view)
+        def called(*args: P.args, **kwargs: P.kwargs) -> Response:
+            sender = who if isinstance(who, Anonymous) else who()
+            try:
+                claim = blocking(requests.claim(_received(), sender))
+            except Refused as refused:
+                return _response(refused.answer)
+            try:
+                response = make_response(view(claim.tx, *args, **kwargs))
+                answer = _answer(response, view.__qualname__)
+            except BaseException as error:
+                blocking(claim.abort(error))
+                raise
+            sent = blocking(claim.finish(answer))
+            return response if sent is answer else _response(sent)
+
+        return called
+
+    return decorate
+
+
+def _received() -> Received:
+    rule, body = request.url_rule, request.get_data()
+    if not body and "form" in vars(request):
+        # parsed before this view, from a stream that is read by now
+        body = form(request.form.items(multi=True), request.files.items(multi=True))
+    return Received(
+        request.headers.getlist("Idempotency-Key"), request.method, request.path.encode(), request.query_string, body,
+        "" if rule is None else rule.rule,
+    )  # fmt: skip
+
+
+def _answer(response: Response, name: str) -> Answer:
+    if response.is_streamed:
+        raise streamed(name)
+    headers = tuple((name.lower(), value) for name, value in response.headers.items())
+    return Answer(response.status_code, headers, response.get_data())
+
+
+def _response(answer: Answer) -> Response:
+    return Response(answer.body, answer.status, list(answer.headers))
 
 
 def webhooks(app: App) -> Blueprint:

@@ -151,14 +151,14 @@ class Body:
                 if not accepted:
                     return self._first(self._inbox.result(tx, accepted))
                 executor = borrow(tx)
-                run(executor, _mark)
+                run(executor, begin_body)
                 try:
                     result = self.function(tx, *args, **kwargs)
                 except Exception as error:
                     if not done(error):
                         raise
                     ended = error
-                run(executor, _check)
+                run(executor, end_body)
                 if ended is None and self._encode is not None:
                     self._inbox.keep_result(tx, accepted, self._encoded(result))
         except PayloadMismatch:
@@ -199,14 +199,14 @@ class Body:
                 if not accepted:
                     return self._first(await self._inbox.result_async(tx, accepted))
                 executor = borrow(tx, is_async=True)
-                await run_async(executor, _mark)
+                await run_async(executor, begin_body)
                 try:
                     result = await function(tx, *args, **kwargs)
                 except Exception as error:
                     if not done(error):
                         raise
                     ended = error
-                await run_async(executor, _check)
+                await run_async(executor, end_body)
                 if ended is None and self._encode is not None:
                     await self._inbox.keep_result_async(tx, accepted, self._encoded(result))
         except PayloadMismatch:
@@ -257,11 +257,12 @@ class Body:
         return chosen, {"payload": payload, "topic": self.name}
 
 
-async def _mark(db: Transaction) -> None:
+async def begin_body(db: Transaction) -> None:
+    """Mark the transaction before user code runs in it."""
     await db.execute(_BODY)
 
 
-async def _check(db: Transaction) -> None:
+async def end_body(db: Transaction) -> None:
     """Refuse to commit when the row may not be in this transaction any more.
 
     COMMIT would not say so: PostgreSQL answers that of a failed transaction with ROLLBACK, and drivers are silent.

@@ -14,7 +14,14 @@ import os
 import signal
 import threading
 import typing
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    MutableMapping,
+)
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -22,6 +29,7 @@ from contextlib import (
     contextmanager,
     suppress,
 )
+from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -34,6 +42,21 @@ from txbox.brokers.webhook import Receive, Scope, Send, by_path
 from txbox.errors import ConfigurationError
 from txbox.events import Event, Observer, WorkerStarted
 from txbox.handlers import Opened
+from txbox.inbox import Inbox
+from txbox.integrations.once import Begin, BeginAsync
+from txbox.integrations.requests import (
+    ANONYMOUS,
+    TOO_LARGE,
+    Anonymous,
+    Answer,
+    Caller,
+    Claim,
+    Received,
+    Refused,
+    Requests,
+    checked_caller,
+    streamed,
+)
 from txbox.policy import GRACE
 from txbox.session import blocking
 from txbox.worker import Worker
@@ -213,6 +236,304 @@ def _depends(dependency: Callable[[], Any], *, is_async: bool) -> Any:
         raise ConfigurationError(
             "The transaction of a request needs FastAPI 0.121 or newer: an older one commits after its answer."
         ) from None
+
+
+# -- requests once ----------------------------------------------------------------------------------
+
+_EXCHANGE = "txbox.exchange"
+
+
+class Answers:
+    """ASGI middleware for `once`: it compares, keeps and replays. `api.add_middleware(Answers)`, before all others.
+
+    Requests without an `Idempotency-Key` pass through as they are. Those with one are read before their route runs; if
+    it has no `once`, that is all.
+
+    Args:
+        max_body_bytes: of a request with a key; a larger one is answered 413 by `once`.
+    """
+
+    def __init__(self, app: Any, *, max_body_bytes: int = 16 * 1024 * 1024) -> None:
+        self._app, self._max_body_bytes = app, max_body_bytes
+
+    # each framework has types of its own for these
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or _EXCHANGE in scope:
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(scope, send)
+        if exchange.keys:
+            again = await exchange.read(receive, self._max_body_bytes)
+            if again is None:
+                return  # half a request is another one, and nobody waits for its answer
+            receive = again
+            # files by path would be sent by the server, past this
+            extensions: dict[str, Any] = {**(scope.get("extensions") or {})}
+            extensions.pop("http.response.pathsend", None)
+            scope["extensions"] = extensions
+        scope[_EXCHANGE] = exchange
+        try:
+            await self._app(scope, receive, exchange.send)
+        except BaseException as error:
+            if exchange.refusal is None or not isinstance(error, Exception):
+                await exchange.abort(error)
+                if exchange.failure is not None and exchange.failure is not error:
+                    # a framework that takes the answer for begun says only that
+                    raise exchange.failure from error
+                raise
+        if exchange.refusal is not None:
+            await _send(send, exchange.refusal)
+        elif exchange.claim is not None and not exchange.ended:
+            unanswered = exchange.failure or RuntimeError(
+                "The application ended without an answer."
+            )
+            await exchange.abort(unanswered)
+            raise unanswered
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope, self._send = scope, send
+        self.keys = [
+            value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name.lower() == b"idempotency-key"
+        ]
+        self._body: bytes | None = b""
+        self.claim: Claim | None = None
+        self.refusal: Answer | None = None
+        #: Why the answer could not be kept or committed.
+        self.failure: Exception | None = None
+        #: The transaction has been left, or is being left.
+        self.ended = False
+        self._is_async = False
+        # a thread may still be claiming when its request has been cancelled
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._status: int | None = None
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._sent = bytearray()
+
+    async def read(self, receive: Receive, limit: int) -> Receive | None:
+        """Read the body; returns what brings it again, or None if the client went away before its end."""
+        events: list[MutableMapping[str, Any]] = []
+        body = bytearray()
+        more = True
+        while more and len(body) <= limit:
+            event = await receive()
+            if event["type"] != "http.request":
+                return None
+            events.append(event)
+            more = event.get("more_body", False)
+            body += event.get("body", b"")
+        self._body = bytes(body) if len(body) <= limit else None
+        events.reverse()
+
+        async def again() -> MutableMapping[str, Any]:
+            return events.pop() if events else await receive()
+
+        return again
+
+    def received(self) -> Received:
+        scope = self._scope
+        if self._body is None:
+            raise Refused(TOO_LARGE)
+        template = getattr(scope.get("route"), "path", None) or scope.get("path_template") or ""
+        path = scope.get("raw_path") or scope["path"].encode()
+        return Received(
+            self.keys, scope["method"], path, scope.get("query_string", b""), self._body, template
+        )
+
+    async def begin(self, requests: Requests, caller: object) -> Any:
+        """Claim the key; returns the transaction."""
+        if self.claim is not None:
+            raise ConfigurationError(
+                "This request has a transaction of once() already: use one of them in a route."
+            )
+        try:
+            claim = await requests.claim(self.received(), caller)
+        except Refused as refused:
+            self.refusal = refused.answer
+            raise
+        with self._lock:
+            self.claim, self._is_async = claim, requests.is_async
+            aborted = self._aborted
+        if aborted:
+            late = RuntimeError("The request was cancelled while it claimed its key.")
+            await claim.abort(late)
+            raise late
+        return claim.tx
+
+    async def send(self, event: MutableMapping[str, Any]) -> None:
+        """Pass on what is none of `once`; else keep it back until the commit."""
+        if self.refusal is not None:
+            return  # the framework's own answer to Refused
+        if self.claim is None or self.ended:
+            await self._send(event)
+            return
+        try:
+            await self._collect(self.claim, event)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    async def _collect(self, claim: Claim, event: MutableMapping[str, Any]) -> None:
+        if event["type"] == "http.response.start":
+            self._status, self._headers = event["status"], list(event.get("headers", ()))
+            self._sent.clear()  # of an answer that could not be kept, for which this one comes
+            if not claim.keeps(event["status"]):
+                await self._finish(claim, event["status"])
+                await self._send(event)
+        elif event["type"] == "http.response.body" and self._status is not None:
+            self._sent += event.get("body", b"")
+            claim.check_size(len(self._sent))
+            if not event.get("more_body", False):
+                await self._finish(claim, self._status)
+                start = {"type": "http.response.start", "status": self._status}
+                await self._send({**start, "headers": self._headers})
+                await self._send({"type": "http.response.body", "body": bytes(self._sent)})
+        elif event["type"] != "http.response.debug":
+            raise streamed("The route")
+
+    async def _finish(self, claim: Claim, status: int) -> None:
+        headers = tuple(
+            (name.lower().decode("latin-1"), value.decode("latin-1"))
+            for name, value in self._headers
+        )
+        answer = Answer(status, headers, bytes(self._sent))
+        self.ended = True
+        sent = await self._left(claim.finish(answer))
+        if sent is not answer:
+            # ends the route here: what it does behind its answer is not to happen
+            self.refusal = sent
+            raise Refused(sent)
+
+    async def abort(self, error: BaseException) -> None:
+        with self._lock:
+            self._aborted, claim = True, self.claim
+        if claim is not None and not self.ended:
+            self.ended = True
+            await self._left(claim.abort(error))
+
+    async def _left(self, leaving: Any) -> Any:
+        if self._is_async:
+            return await leaving
+        # a sync one may wait for its server, which must not stop the loop; a request that is cancelled leaves it, too,
+        # even at the loop's end, which cancels the tasks that there are
+        context, loop = copy_context(), asyncio.get_running_loop()
+        return await asyncio.shield(
+            loop.run_in_executor(None, lambda: context.run(blocking, leaving))
+        )
+
+
+async def _send(send: Send, answer: Answer) -> None:
+    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]
+    if answer.body or answer.status not in (204, 304):
+        headers.append((b"content-length", str(len(answer.body)).encode()))
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": answer.body})
+
+
+class Once:
+    """Starlette and Litestar: a route's own transaction, once for each caller and `Idempotency-Key`.
+
+        place_order = Once(Inbox("place-order"), app.transaction_async, is_async=True)
+
+        async def order(request):
+            tx = await place_order.claim_async(request, caller=request.user.username)
+
+    The arguments are those of `txbox.integrations.requests.Requests`; what it does is what `once` says.
+    """
+
+    def __init__(self, inbox: Inbox, begin: Callable[[], Any], **options: Any) -> None:
+        self._requests = Requests(inbox, begin, **options)
+
+    async def claim_async(self, request: Any, *, caller: object) -> Any:
+        """Return the request's transaction, or end the request here, because it is a repeat.
+
+        Args:
+            request: of Starlette or Litestar.
+            caller: the id of the authenticated user, or ANONYMOUS.
+        """
+        self._check(is_async=True)
+        return await _exchange(request).begin(self._requests, caller)
+
+    def claim(self, request: Any, *, caller: object) -> Any:
+        """`claim_async` for `def` routes of Starlette, which waits for their threads even if a request is cancelled."""
+        self._check(is_async=False)
+        return blocking(_exchange(request).begin(self._requests, caller))
+
+    def _check(self, *, is_async: bool) -> None:
+        if self._requests.is_async is not is_async:
+            raise ConfigurationError(
+                "Call claim_async if this Once has is_async=True and an async transaction, else claim in a `def` route."
+            )
+
+
+def _exchange(request: Any) -> _Exchange:
+    exchange: _Exchange | None = request.scope.get(_EXCHANGE)
+    if exchange is None:
+        raise ConfigurationError(
+            "once() needs its middleware: api.add_middleware(Answers), of txbox.integrations.starlette."
+        )
+    return exchange
+
+
+def once(inbox: Inbox, begin: Begin, *, caller: Caller, **options: Any) -> Any:
+    """FastAPI: `tx: Annotated[Connection, once(…)]` is the transaction of a `def` route that runs once for each key.
+
+    With `api.add_middleware(Answers)`. The answer is kept in the transaction, and a repeat gets it, byte for byte.
+
+    Args:
+        inbox: one for each route, because its consumer is part of the key: `Inbox("place-order")`.
+        begin: begins the transaction: `app.transaction`, `engine.begin`, `sessionmaker.begin`.
+        caller: a dependency that returns the id of the authenticated user, so that it refuses others before a key is
+            looked at; or "anonymous".
+        options: as of `txbox.integrations.requests.Requests`.
+
+    A repeat is answered 409 with Retry-After while the first request runs, another request under the key 422, a
+    missing or malformed key 400; 503 with Retry-After while the database is away. An exception, and an answer of 400
+    and above, roll back and leave no row; with `keep=(402, …)` an answer of these statuses is kept by itself.
+
+    Raises, in the request:
+        ConfigurationError: the middleware is missing, there is no caller, or the answer is too large: nothing is kept.
+        StoreError: COMMIT was refused, or the route ended the transaction.
+
+    Guarantee: row, answer and what the route wrote are one commit, and the answer is sent behind it.
+    """
+    requests = Requests(inbox, begin, **options)
+
+    def begun(request: Any, who: object = ANONYMOUS) -> Any:
+        return blocking(_exchange(request).begin(requests, who))
+
+    return _once(begun, caller)
+
+
+def once_async(inbox: Inbox, begin: BeginAsync, *, caller: Caller, **options: Any) -> Any:
+    """The twin of `once`, with an async connection or session, for `async def` routes."""
+    requests = Requests(inbox, begin, is_async=True, **options)
+
+    async def begun(request: Any, who: object = ANONYMOUS) -> Any:
+        return await _exchange(request).begin(requests, who)
+
+    return _once(begun, caller)
+
+
+def _once(begun: Callable[..., Any], caller: Caller) -> Any:
+    from fastapi import Depends, Request
+
+    who = checked_caller(caller)
+    parameter = inspect.Parameter
+    parameters = [parameter("request", parameter.POSITIONAL_OR_KEYWORD, annotation=Request)]
+    if not isinstance(who, Anonymous):
+        depends: Any = Depends(who)
+        parameters.append(
+            parameter("who", parameter.POSITIONAL_OR_KEYWORD, annotation=Any, default=depends)
+        )
+    vars(begun)["__signature__"] = inspect.Signature(parameters)
+    return Depends(begun)
 
 
 # -- dependencies of handlers ------------------------------------------------------------------------

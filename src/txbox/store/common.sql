@@ -52,6 +52,9 @@ error_type = NULL, error = NULL, fingerprint = NULL,
 -- nothing: savepoint release_savepoint rollback_to_savepoint
 -- For accept with a timeout: one that passes rolls back its statement and nothing else.
 
+-- nothing: try_lock
+-- For requests, which do not wait. SQLite has waited at BEGIN; the shortest wait of InnoDB is one second.
+
 -- name: return_payload
 -- A redelivery restores the missing payload of an unfinished row; from then on the table owns it.
 UPDATE txbox_inbox

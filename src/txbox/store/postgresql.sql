@@ -338,6 +338,11 @@ VALUES (:consumer::text, :message_id::text,
 [unless_there]
 RETURNING message_id
 
+-- name: try_lock
+-- For requests, which do not wait: INSERT has no NOWAIT. Those who ask for this lock never meet on the row. The seed
+-- keeps apart from the locks of others.
+SELECT pg_try_advisory_xact_lock(hashtextextended(:consumer::text || ' ' || :message_id::text, 8389754677))
+
 -- name: savepoint
 SAVEPOINT txbox_accept
 
