@@ -103,6 +103,9 @@ def test_nothing_at_all_is_drawn_as_nothing() -> None:
     drawn = counted(unfinished=0)
     assert [chart.left for chart in drawn.charts] == [(), (), ()]
     assert all(len(chart.steps) == 60 for chart in drawn.charts)
+    # nor does a legend name what was not measured
+    assert [kind for kind, _, _ in drawn.charts[2].paths] == ["backlog"]
+    assert counted().charts[2].description == "Lag: nothing"
 
 
 def _worker(version: str, started_at: datetime) -> WorkerStatus:

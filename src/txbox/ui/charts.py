@@ -206,7 +206,9 @@ def _lag(
     lags = [counts.oldest_s for counts in steps]
     drawn, left = _logarithmic({"lag": lags})
     longest = max((lag for lag in lags if lag is not None), default=None)
-    paths = [("lag", f"oldest due message, at most {_seconds(longest)}", drawn["lag"])]
+    paths: list[tuple[str, str, str]] = []
+    if longest is not None:
+        paths.append(("lag", f"oldest due message, at most {_seconds(longest)}", drawn["lag"]))
     backlog = _backlog(steps, unfinished) if unfinished is not None else []
     right: tuple[str, ...] = ()
     if backlog:
@@ -223,7 +225,7 @@ def _lag(
     return Chart(
         "lag", "Lag and backlog" if backlog else "Lag", "waiting time" + (", and messages" if backlog else ""),
         left, right, tuple(paths), _steps(ats, step, say),
-        f"{', '.join(words for _, words, _ in paths)}".capitalize(),
+        f"Lag: {', '.join(words for _, words, _ in paths) or 'nothing'}",
     )  # fmt: skip
 
 
