@@ -713,7 +713,9 @@ def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
         Requests(Inbox("place-order"), lambda: None, **options)
 
 
-@pytest.mark.parametrize("caller", [None, "", True, object()], ids=str)
+@pytest.mark.parametrize(
+    "caller", [None, "", True, object()], ids=["none", "empty", "bool", "object"]
+)
 def test_a_request_without_a_caller_does_not_run(caller: object, sqlite_url: str) -> None:
     received = Received([KEY], "POST", b"/", b"", b"")
     with App(sqlite_url) as app:
