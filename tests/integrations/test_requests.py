@@ -634,6 +634,22 @@ def test_a_route_that_ends_its_transaction_is_an_error(
     assert effects(raw(url)) == 1
 
 
+def test_a_route_that_rolls_back_and_writes_again_is_an_error(
+    postgresql_url: str, raw: Callable[[str], Raw]
+) -> None:
+    """Its row is gone: what it writes then would be there without a key, and again with the next repeat."""
+    connection = raw(postgresql_url)
+    create_effects(connection)
+    received = Received([KEY], "POST", b"/orders/1", b"", b"")
+    requests = Requests(Inbox("pay"), lambda: psycopg.connect(postgresql_url))
+    claim = blocking(requests.claim(received, "ann"))
+    claim.tx.rollback()
+    add_effect(claim.tx, 1)
+    with pytest.raises(StoreError):
+        blocking(claim.finish(Answer(201, (), b"{}")))
+    assert effects(connection) == 0
+
+
 def test_a_route_that_goes_on_after_a_failed_statement_is_an_error(postgresql_url: str) -> None:
     """PostgreSQL would answer its COMMIT with ROLLBACK, and the client would hear of an order that is not there."""
     received = Received([KEY], "POST", b"/orders/1", b"", b"")
