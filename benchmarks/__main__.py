@@ -60,6 +60,7 @@ PHASES: dict[str, tuple[str, str | None]] = {
     "P20": ("accept in a loop of one's own", None),
     "P22": ("Types that alternate", None),
     "P23": ("A signed webhook over a kept-alive connection", None),
+    "P27": ("A request once for each Idempotency-Key", None),
     "MARIADB": ("MariaDB", "benchmarks.mariadb"),
     "PROFILE": ("Where a message's microseconds go", "benchmarks.profile"),
     "SNAPSHOT": ("Stored, while an old snapshot is held", None),

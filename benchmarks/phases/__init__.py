@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.phases import backlog, calls, failures, lanes, latency, stored, webhooks
+from benchmarks.phases import backlog, calls, failures, lanes, latency, requests, stored, webhooks
 from benchmarks.setting import Setting
 
 # one line a phase
@@ -25,5 +25,6 @@ PHASES: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "P20": calls.p20,
     "P22": lanes.p22,
     "P23": webhooks.p23,
+    "P27": requests.p27,
     "SNAPSHOT": stored.snapshot,
 }

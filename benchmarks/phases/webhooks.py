@@ -40,9 +40,11 @@ def _by_txbox(routes: Routes) -> Generator[int]:
 
 
 @contextmanager
-def _by_uvicorn(routes: Routes) -> Generator[int]:
+def by_uvicorn(routes: Any) -> Generator[int]:
     # with a socket of its own, for which asyncio sets TCP_NODELAY
-    config = uvicorn.Config(routes, port=0, log_config=None, access_log=False, lifespan="off")
+    config = uvicorn.Config(
+        routes, port=0, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=60
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -56,7 +58,7 @@ def _by_uvicorn(routes: Routes) -> Generator[int]:
         thread.join()
 
 
-_SERVED: dict[str, Callable[[Routes], Any]] = {"txbox run": _by_txbox, "uvicorn": _by_uvicorn}
+_SERVED: dict[str, Callable[[Routes], Any]] = {"txbox run": _by_txbox, "uvicorn": by_uvicorn}
 
 
 def _posting(connection: http.client.HTTPConnection, path: str) -> Callable[[Delivery], object]:
