@@ -34,6 +34,7 @@ from txbox import Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
 from txbox.brokers.kafka import source as kafka_source
+from txbox.brokers.kafka.partitions import _marked
 from txbox.brokers.kafka.source import KafkaConsumer
 from txbox.errors import BrokerUnavailable, ConfigurationError
 from txbox.events import MessagesLost, TopicMissing
@@ -223,6 +224,78 @@ def test_only_the_gapless_front_is_committed(kafka_bootstrap: str, protocol: str
         assert [message_of(one).origin["offset"] for one in again] == [3, 4, 5]
         source.settle(found)  # from an assignment that has ended: ignored
     assert committed(kafka_bootstrap, group_id, topic) == 3
+
+
+@pytest.mark.parametrize(
+    ("metadata", "marked"),
+    [
+        # what earlier releases have written, an operator, and what a later one may add
+        ("txbox topic u", ("u", None, False)),
+        ("txbox anchored u 7", ("u", 7, False)),
+        ("txbox topic u idle", ("u", None, True)),
+        ("txbox anchored u 7 idle", ("u", 7, True)),
+        ("txbox anchored u 7 idle more", ("u", 7, True)),
+        ("", (None, None, False)),
+        ("by hand, idle", (None, None, False)),
+    ],
+)
+def test_the_mark_of_a_commit(metadata: str, marked: tuple[str | None, int | None, bool]) -> None:
+    assert _marked(metadata) == marked
+
+
+def test_what_was_given_back_at_rest_is_no_redelivery(kafka_bootstrap: str) -> None:
+    """Promise 4.4: only what an owner may have died of is counted before it runs, not each first window."""
+    topic, group_id = new_topic(kafka_bootstrap), new_group()
+    kafka = Kafka(kafka_bootstrap, group=group_id)
+
+    def redelivered(count: int, settled: int, *, rested: bool) -> list[bool]:
+        with opened(kafka, topic) as source:
+            found = take(source, count)
+            source.settle(found[:settled])
+            source.rested = rested
+            return [delivery.redelivered for delivery in found]
+
+    produce(kafka_bootstrap, topic, range(8))
+    assert redelivered(8, 2, rested=True) == [False] * 8, "nobody had anything of the group"
+    assert redelivered(6, 2, rested=False) == [False] * 6, "nothing was in work any more"
+    # handlers were at work at the end
+    assert redelivered(4, 4, rested=True) == [True] * 4
+    produce(kafka_bootstrap, topic, [8])
+    # of the hundred that may have been in work only four have come
+    assert redelivered(1, 1, rested=True) == [True]
+    produce(kafka_bootstrap, topic, range(9, 108))
+    with opened(kafka, topic) as source:
+        source.settle(take(source, 99))
+    produce(kafka_bootstrap, topic, [108, 109])
+    assert redelivered(2, 2, rested=False) == [True] * 2, "99 of 100"
+    produce(kafka_bootstrap, topic, range(110, 212))
+    with opened(kafka, topic) as source:
+        found = take(source, 102)
+        assert [delivery.redelivered for delivery in found] == [True] * 100 + [False] * 2
+        source.settle(found)
+    produce(kafka_bootstrap, topic, [212])
+    assert redelivered(1, 1, rested=False) == [False], "all are settled, and more than were in work"
+
+
+def test_what_the_group_does_not_know_to_be_in_work_counts_as_redelivered(
+    mock_cluster: MockCluster,
+) -> None:
+    """The next owner could not tell that this one died of it; and nobody waits for a group that does not answer."""
+    topic, group_id = mock_cluster.topic(), new_group()
+    produce(mock_cluster.bootstrap, topic, range(3))
+    mock_cluster.refuse_commits(*[KafkaError.REBALANCE_IN_PROGRESS] * 100)
+    with opened(Kafka(mock_cluster.bootstrap, group=group_id), topic) as source:
+        assert [delivery.redelivered for delivery in take(source, 3)] == [True] * 3
+        mock_cluster.accept_commits()
+        eventually(
+            lambda: (
+                not source.receive(100, 0.1)
+                and committed(mock_cluster.bootstrap, group_id, topic) == 0
+            ),
+            "the announcement",
+        )
+        produce(mock_cluster.bootstrap, topic, [3])
+        assert [delivery.redelivered for delivery in take(source, 1)] == [False]
 
 
 class RebalancedWithin:

@@ -15,7 +15,7 @@ from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, opened, paid, sta
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
-from txbox import App, Lease, Message, session
+from txbox import App, Batching, Lease, Message, session
 from txbox.brokers.base import Delivery
 from txbox.events import ConsumptionPaused, Event
 
@@ -64,6 +64,24 @@ def test_a_burst_of_redeliveries_is_stored_together_and_runs_in_order(
     assert points.count("after:store") == 3, "as many as Lease.batch share a transaction"
     assert shop.effects() == 80
     assert shop.raw.value("SELECT sum(starts) FROM txbox_inbox") == 0
+
+
+def test_a_burst_runs_in_a_few_transactions(
+    postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start of each is on disk before any of them runs, so that they need no transaction each."""
+    points: list[str] = []
+    # however long a transaction takes here
+    with opened(postgresql_url, batching=Batching(duration=timedelta(hours=1))) as shop:
+        shop.handler()
+        shop.app.consume(Memory([again(f"m{number}") for number in range(200)]))
+        monkeypatch.setattr(session, "crash_point", points.append)
+
+        assert worker(shop.app, once=True).run() == 0
+
+        assert shop.effects() == 200
+        assert points.count("after:store") == 10
+        assert points.count("after:claim_leased") <= 20
 
 
 def test_copies_in_a_burst_of_redeliveries(shop: Shop) -> None:

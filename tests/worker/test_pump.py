@@ -360,9 +360,19 @@ def test_a_drain_cut_off_in_the_handler_closes_the_source_once(shop: Shop) -> No
         eventually(lambda: source.closed)
         eventually(lambda: codes == [1])
     assert source.settled == []
+    assert not source.rested, "the next owner must not take m1 for innocent"
     held.let_go()
     eventually(lambda: not _pumping(), "no thread is left")
     assert source.settled == []
+
+
+def test_a_source_is_told_that_nothing_is_at_work_any_more(shop: Shop) -> None:
+    source = Memory([paid("m1")], endless=True)
+    shop.handler()
+    shop.app.consume(source)
+    with running(worker(shop.app)):
+        eventually(lambda: source.has_settled(1))
+    assert source.rested
 
 
 def test_a_source_that_breaks_while_the_other_thread_runs_a_lane_ends_the_worker(

@@ -204,9 +204,12 @@ class Consumer(ABC):
         redelivery_s: when the broker hands an unsettled delivery to another consumer; None for never, or not known
             yet. If `tend_every_s` is a number, this is the time without `tend`. Otherwise it is the time since
             delivery, which no run may exceed.
+        rested: set before `close` where no handler is at work any more, so that no delivery can end this process.
 
     Guarantee: after a crash, a delivery that was not settled is delivered again.
     """
+
+    rested = False
 
     def __init__(self, source: Source) -> None:
         self.name = source.name

@@ -267,16 +267,18 @@ class InboxProtocol:
         rows: Sequence[Leased],
         lease_token: str,
         *,
+        apart: bool = False,
         stop: Callable[[], bool] | None = None,
     ) -> list[Answer]:
         """Process rows that this worker has leased, in order, in one transaction if the handler allows it.
 
         Args:
-            stop: see `Claim`.
+            apart, stop: see `Claim`.
 
         Guarantee: as `run_leased`.
         """
-        claim, settled = Claim(lease=lease_token, stop=stop), dict[str, Answer]()
+        claim = Claim(lease=lease_token, stop=stop, apart=apart)
+        settled = dict[str, Answer]()
         arrivals = [leased.arrival for leased in rows]
         parts = [arrivals] if divides(handler, batch=True) else [[each] for each in arrivals]
         for part in parts:
@@ -348,7 +350,11 @@ class InboxProtocol:
         if not alone:
             if batch_size.alone:
                 return await self._divide(db, handler, arrivals, claim, End.SETS)
-            group = self.batch_sizes.group(handler, batch_size)
+            group = (
+                int(divides(handler))
+                if claim.apart
+                else self.batch_sizes.group(handler, batch_size)
+            )
         if not (known or alone) and batch_size.looks_first and self._can_look_up(handler, arrivals):
             known, settled = True, await self._finished_before(db, handler, batch_size, unsettled)
             unsettled = [arrival for arrival in unsettled if arrival.message_id not in settled]

@@ -60,12 +60,14 @@ class Claim(NamedTuple):
         replay: the row is processed, and runs once more.
         stop: True when leases are no longer released while the database is away.
         for_s: how long to wait for the database when a handler without a transaction has run; None for ever.
+        apart: each of several messages has a savepoint of its own from the start, so that none runs twice for another.
     """
 
     lease: str | None = None
     replay: bool = False
     stop: Callable[[], bool] | None = None
     for_s: float | None = None
+    apart: bool = False
 
 
 _MESSAGE_ID = attrgetter("message_id")

@@ -340,8 +340,9 @@ class Lane:
         return deferred
 
     async def _deliver_leased(self, db: LaneSession, batch: list[Work]) -> None:
-        """Store and lease a batch in one transaction, then run its rows here, in order, one by one.
+        """Store and lease a batch in one transaction, then run its rows here, in order, several in a transaction.
 
+        The lease has counted a start of each: should one of them end the process, each runs alone the next time.
         Nobody else can take these rows until the lane is done with them, which keeps their order.
         """
         handler, began = batch[0].modes.handler, time.monotonic()
@@ -369,7 +370,7 @@ class Lane:
         settle(done)
         try:
             while rows and not (self._stop() or self._table.paused):
-                await self._run(db, [rows.popleft()])
+                await self._run(db, take_together(self._app, rows), apart=True)
         finally:
             self._table.put_back(rows)
         settle(waiting)
@@ -425,11 +426,16 @@ class Lane:
         return True
 
     async def _run(
-        self, db: LaneSession, rows: list[Row], following: Following | None = None
+        self,
+        db: LaneSession,
+        rows: list[Row],
+        following: Following | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         """Run rows, and behind an ordered row those of the same key, up to `Lease.batch`."""
         if len(rows) > 1:
-            await self._run_together(db, rows, following)
+            await self._run_together(db, rows, following, apart=apart)
             return
         row: Row | None = rows[0]
         remaining = self._app.lease.batch
@@ -439,7 +445,7 @@ class Lane:
             row = await self._table.behind(db, row) if remaining else None
 
     async def _run_together(
-        self, db: LaneSession, rows: list[Row], following: Following | None
+        self, db: LaneSession, rows: list[Row], following: Following | None, *, apart: bool = False
     ) -> None:
         first, protocol = rows[0], self._app.protocol
         handler, options = first.handler, first.handler.options
@@ -450,7 +456,12 @@ class Lane:
             answers = await protocol.with_retries(
                 db,
                 lambda db: protocol.run_leased_many(
-                    db, handler, [row.leased for row in rows], first.token, stop=self._stop
+                    db,
+                    handler,
+                    [row.leased for row in rows],
+                    first.token,
+                    apart=apart,
+                    stop=self._stop,
                 ),
                 consumer=handler.consumer,
                 stop=self._stop,

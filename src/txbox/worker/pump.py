@@ -183,6 +183,7 @@ class Pump:
     def _end(self, error: BaseException | None) -> None:
         """Close the source and report; never raises."""
         self._round_at = None
+        self.consumer.rested = self._finish and not self._lanes.busy
         try:
             self.consumer.close()
         except (StoreError, BrokerError) as failed:

@@ -20,17 +20,33 @@ _CHECK_S = 5.0
 _PLACE_S = 0.5
 #: The metadata of a commit is one of these and the topic's UUID; where it is anchored, also since which offset.
 _TOPIC, _ANCHORED = "txbox topic ", "txbox anchored "
+#: … and at its end that nothing behind the commit was in work when the partition was given back.
+_IDLE = "idle"
+#: So long a partition's first messages wait until the group knows that they are in work.
+_ANNOUNCE_S = 0.25
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One delivered record. `first`: another member may have had it before us."""
+    """One received record.
+
+    Args:
+        early: it is one of the first of its assignment, as many as may be in work at once.
+        in_work: it was handed out, and may be what this process dies of.
+    """
 
     partition: Partition
     offset: int
     epoch: int | None
-    first: bool
+    early: bool
+    in_work: bool = False
     settled: bool = False
+
+    @property
+    def suspect(self) -> bool:
+        """Whether another member may have died of it, or this one could, unknown to the next owner."""
+        partition = self.partition
+        return not partition.announced or (self.early and not partition.clean)
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +62,10 @@ class Partition:
         jumped: the client may have jumped over messages before the next one.
         floor: the first offset since offsets have been anchored.
         anchor: as it was before anything was handed out that the front may come to cover.
+        clean: the last owner gave it back with nothing in work, or nobody has had anything of it.
+        announced: the group knows from a commit of ours that something may be in work.
+        announce_until: by the monotonic clock; what is received until then waits for the answer to that commit.
+        window: the most that may be in work at once.
     """
 
     topic: str
@@ -63,13 +83,35 @@ class Partition:
     jumped: bool = False
     floor: int | None = None
     anchor: Anchor | None = None
+    clean: bool = False
+    announced: bool = False
+    announce_until: float | None = None
+    window: int = 0
 
     def again(self) -> Partition:
         """Return the partition reset, to be read from elsewhere; what was delivered is forgotten."""
         return Partition(
             self.topic, self.number, self.uuid, delivered=self.delivered,
             placed=self.placed, moved=self.moved, floor=self.floor, anchor=self.anchor,
+            clean=self.clean, announced=self.announced, window=self.window,
         )  # fmt: skip
+
+    @property
+    def ready(self) -> bool:
+        """Whether what was received may be handed out."""
+        return self.placed and (
+            self.announced
+            or (self.announce_until is not None and time.monotonic() >= self.announce_until)
+        )
+
+    def announce(self) -> bool:
+        """Have the first message that was received committed as the next one; returns whether that is new."""
+        if self.announced or self.announce_until is not None or not (self.placed and self.waiting):
+            return False
+        self.announce_until = time.monotonic() + _ANNOUNCE_S
+        if self.front is None:
+            self.front = Record(self, self.waiting[0].offset - 1, None, early=False, settled=True)
+        return True
 
     def at(self, offset: int) -> TopicPartition:
         return TopicPartition(self.topic, self.number, offset)
@@ -77,6 +119,7 @@ class Partition:
     def deliver(self, offset: int, epoch: int | None, window: int) -> Record:
         record = Record(self, offset, epoch, self.delivered < window)
         self.delivered += 1
+        self.window = max(self.window, window)
         self.last = offset
         if self.floor is None:
             self.floor = offset
@@ -96,18 +139,40 @@ class Partition:
                 self.asked = self.committed
             else:
                 self.committed = self.asked
+                self.announced = True
 
-    def is_behind(self, *, answered: bool) -> bool:
-        """Whether the front still needs a commit; unless `answered`, a commit that was sent counts as done."""
-        return self.front is not None and self.front is not (
-            self.committed if answered else self.asked
+    @property
+    def idle(self) -> bool:
+        """Nothing of it is in work, nor may anything be left that an earlier owner died of."""
+        passed = self.clean or self.delivered - len(self.waiting) >= self.window
+        return passed and not any(record.in_work and not record.settled for record in self.waiting)
+
+    def rest(self) -> None:
+        """Nothing is in work any more, whether it is settled or not."""
+        for record in self.waiting:
+            record.in_work = False
+
+    def is_behind(self, *, leaving: bool) -> bool:
+        """Whether the front needs a commit. One that was sent counts as done, unless the partition is given back."""
+        if self.front is None:
+            return False
+        return (
+            self.idle or self.front is not self.committed
+            if leaving
+            else self.front is not self.asked
         )
 
-    def commit(self, *, anchored: bool) -> TopicPartition:
-        """Return the commit of the front; its metadata says of which topic, and since which offset it is anchored."""
+    def commit(self, *, anchored: bool, leaving: bool) -> TopicPartition:
+        """Return the commit of the front.
+
+        Its metadata says of which topic, since which offset it is anchored, and, of one that is given back, whether
+        it is idle.
+        """
         assert self.front is not None, "only what is behind is committed"
         self.asked = self.front
         mark = f"{_ANCHORED}{self.uuid} {self.floor}" if anchored else f"{_TOPIC}{self.uuid}"
+        if leaving and self.idle:
+            mark = f"{mark} {_IDLE}"
         if self.uuid is None:
             mark = ""
         epoch = {} if self.front.epoch is None else {"leader_epoch": self.front.epoch}
@@ -241,7 +306,9 @@ class Assignment(dict[tuple[str, int], Partition]):
             else:
                 # only its log was truncated: the client has found where it goes on
                 at = partition.at(OFFSET_INVALID)
-                yield Start(partition, at, partition.uuid, partition.floor, partition.anchor)
+                yield Start(
+                    partition, at, partition.uuid, partition.floor, partition.anchor, partition.clean
+                )  # fmt: skip
         if not moved:
             return
         commits = _committed(consumer, moved)
@@ -254,7 +321,10 @@ class Assignment(dict[tuple[str, int], Partition]):
     def _start(
         self, partition: Partition, uuid: str | None, commit: TopicPartition, anchor: Anchor | None
     ) -> Start:
-        marked, floor = _marked(commit.metadata)
+        marked, floor, clean = _marked(commit.metadata)
+        if partition.uuid is not None:
+            # known since its assignment
+            clean = partition.clean
         # if it is not known now, a later look compares with what it was
         uuid = uuid or partition.uuid or marked
         position = None if anchor is None else anchor.position
@@ -265,9 +335,11 @@ class Assignment(dict[tuple[str, int], Partition]):
                 partition.topic, self._group, partition.number, commit.offset,
             )  # fmt: skip
             at = partition.at(OFFSET_BEGINNING if position is None else position)
-            return Start(partition, at, uuid, 0, anchor)
+            return Start(partition, at, uuid, 0, anchor, clean)
         at, again = commit, partition.uuid is not None
         if commit.offset < 0:
+            # whoever had something of it would have committed first
+            clean = clean or partition.uuid is None
             # an operator who deletes offsets wants what auto.offset.reset says, not the anchors
             floor = partition.floor if again or not self._earliest else None
             start = floor if position is None or not again else position
@@ -287,7 +359,7 @@ class Assignment(dict[tuple[str, int], Partition]):
                 "(committed: %d). Messages the database still has will be duplicates.",
                 self._group, partition.topic, partition.number, at.offset, commit.offset,
             )  # fmt: skip
-        return Start(partition, at, uuid, floor, anchor)
+        return Start(partition, at, uuid, floor, anchor, clean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,9 +371,11 @@ class Start:
     uuid: str | None
     floor: int | None
     anchor: Anchor | None
+    clean: bool
 
     def apply(self, partition: Partition) -> None:
         partition.uuid, partition.floor, partition.anchor = self.uuid, self.floor, self.anchor
+        partition.clean = self.clean
         partition.placed, partition.moved = True, False
 
 
@@ -371,13 +445,14 @@ def _differ(uuid: str | None, other: str | None) -> bool:
     return uuid is not None and other is not None and uuid != other
 
 
-def _marked(metadata: str | None) -> tuple[str | None, int | None]:
-    """Return the topic's UUID and the floor in a commit's metadata; None for each that is not there."""
+def _marked(metadata: str | None) -> tuple[str | None, int | None, bool]:
+    """Return the topic's UUID and the floor in a commit's metadata, None if not there; and whether it was idle."""
     for kind in (_TOPIC, _ANCHORED):
         if metadata and metadata.startswith(kind):
-            uuid, _, floor = metadata.removeprefix(kind).partition(" ")
-            return uuid, int(floor) if floor.isdecimal() else None
-    return None, None
+            uuid, *words = metadata.removeprefix(kind).split(" ")
+            floor = next((int(word) for word in words if word.isdecimal()), None)
+            return uuid, floor, _IDLE in words
+    return None, None, False
 
 
 def _committed(

@@ -46,6 +46,8 @@ from txbox.identity import message_id
 from txbox.message import Headers
 
 _COMMIT_S = 0.5
+# between two looks for the answer to a commit that messages wait for
+_ANSWER_S = 0.02
 _TEND_S = 0.5
 _PROBE_S = 1.0
 # how often a missing topic is looked for while others are consumed
@@ -75,8 +77,8 @@ class Kafka(Source):
     Auto-commit is refused, and a cooperative strategy with `group.instance.id`.
 
     A message's weak id is its topic's UUID with partition and offset. A null value is a tombstone.
-    `redelivered` marks the first messages of a partition after its assignment, because another member
-    may have died of them.
+    `redelivered` marks the first messages of a partition after its assignment, unless the commit says
+    that nothing was in work when the last owner gave it back: it may have died of them.
 
     Guarantee: an offset is committed only after all messages delivered before it are stored. Commits
     are at most half a second behind, and are brought up to date before partitions are released. After
@@ -84,7 +86,8 @@ class Kafka(Source):
     `anchored`: an offset is committed only after the database has it too; what a database lost along
     with its last transactions comes again.
 
-    Source: docs/decisions/0016-anchored-offsets.md, docs/decisions/0025-kafka-commits.md
+    Source: docs/decisions/0016-anchored-offsets.md, docs/decisions/0017-redeliveries-in-bursts.md,
+    docs/decisions/0025-kafka-commits.md
     """
 
     def __init__(
@@ -241,16 +244,19 @@ class KafkaConsumer(Consumer):
         consumer = self._consumer
         self._check_missing()
         self._resume()
-        if not any(record.partition.placed for _, record in self._held):
+        if not any(record.partition.ready for _, record in self._held):
+            # the answer to an announcement comes with a poll, and takes no longer for more messages
+            answer_due = any(record.partition.placed for _, record in self._held)
             # consume() would wait for a whole batch: wait for one message, then take what is there
-            first = consumer.poll(wait_s)
+            first = consumer.poll(min(wait_s, _ANSWER_S) if answer_due else wait_s)
             if first is not None:
                 self._take(first)
-                if messages_max > 1:
+                if messages_max > 1 and not answer_due:
                     for raw in consumer.consume(messages_max - 1, 0):
                         self._take(raw)
             self._polled_at = time.monotonic()
         self._partitions.place(consumer)
+        self._announce()
         found = self._handed_out(messages_max)
         if not found:
             self._raise_trouble()
@@ -273,8 +279,11 @@ class KafkaConsumer(Consumer):
         # nobody settles any more, so a revocation inside close() has nothing to wait for
         self._closing = True
         try:
+            if self.rested:
+                for partition in self._partitions.values():
+                    partition.rest()
             if not self._away:
-                self._commit(consumer, self._partitions.values(), wait=True)
+                self._commit(consumer, self._partitions.values(), leaving=True)
         finally:
             # a revocation inside close() has nothing to commit, either
             self._partitions.forget(self._partitions.values())
@@ -350,9 +359,10 @@ class KafkaConsumer(Consumer):
         kept: list[tuple[client.Message, Record]] = []
         while self._held and len(found) < messages_max:
             raw, record = self._held.popleft()
-            if record.partition.ours and not record.partition.placed:
+            if record.partition.ours and not record.partition.ready:
                 kept.append((raw, record))
             elif record.partition.ours:
+                record.in_work = True
                 delivery = delivery_of(raw, record, self.name)
                 _add_weak_id(delivery, record)
                 found.append(delivery)
@@ -445,13 +455,27 @@ class KafkaConsumer(Consumer):
 
     def _commit_if_due(self) -> None:
         self._raise_refusal()
-        if not self._away and time.monotonic() >= self._commit_at:
+        if self._away or time.monotonic() < self._commit_at:
+            return
+        if any(partition.is_behind(leaving=False) for partition in self._partitions.values()):
+            # before it, as it raises while the database is away; an announcement does not put it off
+            self._commit_at = time.monotonic() + _COMMIT_S
             self._commit(self._consumer, self._partitions.values())
 
+    def _announce(self) -> None:
+        """Let the group know, by a commit, of which partitions something is about to be in work.
+
+        Without an answer, or without that commit, the first messages are handed out as suspect after a moment.
+        """
+        if not self._away and (
+            new := [each for each in self._partitions.values() if each.announce()]
+        ):
+            self._commit(self._consumer, new)
+
     def _commit(
-        self, consumer: client.Consumer, among: Iterable[Partition], *, wait: bool = False
+        self, consumer: client.Consumer, among: Iterable[Partition], *, leaving: bool = False
     ) -> None:
-        """Commit the fronts that are behind. Unless `wait`, results arrive at `_on_commit` in a later poll.
+        """Commit the fronts that are behind. Unless `leaving`, results arrive at `_on_commit` in a later poll.
 
         While messages flow nobody waits: if the coordinator has died, the client holds a commit until
         there is a new one, and the pump would stand still that long. A refused commit counts as behind
@@ -460,26 +484,26 @@ class KafkaConsumer(Consumer):
             BrokerUnavailable: a commit was refused, if that is known already.
             StoreError: the fronts could not be anchored; no commit was sent.
         """
-        behind = [partition for partition in among if partition.is_behind(answered=wait)]
+        behind = [partition for partition in among if partition.is_behind(leaving=leaving)]
         if not behind:
             return
-        self._commit_at = time.monotonic() + _COMMIT_S
         anchoring = self._partitions.anchoring
         if anchoring is not None:
             lost = anchoring.advance(behind)
             self._partitions.read_again(lost)
             behind = [partition for partition in behind if partition not in lost]
-        offsets = [partition.commit(anchored=anchoring is not None) for partition in behind]
+        anchored = anchoring is not None
+        offsets = [partition.commit(anchored=anchored, leaving=leaving) for partition in behind]
         if not offsets:
             return
         try:
-            if wait:
+            if leaving:
                 self._on_commit(None, consumer.commit(offsets=offsets, asynchronous=False))
             else:
                 consumer.commit(offsets=offsets, asynchronous=True)
         except KafkaException as error:
             self._on_commit(error.args[0], offsets)
-        if wait:
+        if leaving:
             self._raise_refusal()
 
     def _on_commit(self, error: KafkaError | None, offsets: Iterable[TopicPartition]) -> None:
@@ -536,7 +560,7 @@ class KafkaConsumer(Consumer):
             )
         try:
             if not self._away:
-                self._commit(consumer, leaving, wait=True)
+                self._commit(consumer, leaving, leaving=True)
         except (BrokerError, StoreError) as error:
             # the next owner starts at the last commit and meets duplicates
             _log.info("%s: revoked without a commit: %s", self.name, error)
@@ -579,13 +603,13 @@ def delivery_of(raw: client.Message, record: Record, source: str) -> Delivery:
         headers = Headers(raw.headers() or ())
     except (UnicodeDecodeError, SystemError) as error:
         return Delivery(
-            None, partition.topic, record, raw=value or b"", redelivered=record.first,
+            None, partition.topic, record, raw=value or b"", redelivered=record.suspect,
             problem=f"Partition {partition.number}, offset {record.offset}: a header name is "
             f"not UTF-8 ({type(error).__name__}).",
         )  # fmt: skip
     kind, stored_ms = raw.timestamp()
     return KAFKA.delivery(
-        partition.topic, value, headers, tag=record, redelivered=record.first, key=raw.key(),
+        partition.topic, value, headers, tag=record, redelivered=record.suspect, key=raw.key(),
         stored_at=None if kind == client.TIMESTAMP_NOT_AVAILABLE else clock(stored_ms / 1000),
         origin={"source": source, "partition": partition.number, "offset": record.offset},
     )  # fmt: skip
