@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError
+from confluent_kafka import Consumer, KafkaError, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
+from tests.support.brokers.kafka import MockCluster
 from tests.support.brokers.publisher_conformance import (
     HOSTILE,
     TIME,
@@ -38,6 +39,7 @@ from txbox.errors import (
     ConfigurationError,
     DestinationRefused,
     MessageRefused,
+    NotTried,
 )
 
 pytestmark = pytest.mark.brokers
@@ -64,12 +66,32 @@ class TestKafkaPublisher(PublisherConformance):
         """The topic's limit applies to a batch, which the broker refuses as a whole."""
         topic = f"small-{rig.topic}"
         new_topic(rig.address, topic, {"max.message.bytes": "2000"})
-        messages = [message(rig, number, topic=topic, key="k") for number in range(200)]
+        messages = [message(rig, number, topic=topic, key=str(number)) for number in range(200)]
         messages.insert(100, message(rig, "large", topic=topic, payload=b"x" * 5000))
         with publisher_of(rig) as publisher:
             answers = publisher.publish(messages, WITHIN_S)
         assert [at for at, answer in enumerate(answers) if answer is not None] == [100]
         assert isinstance(answers[100], MessageRefused)
+
+    def test_nothing_of_a_key_is_taken_behind_what_was_not(self, rig: Rig) -> None:
+        """An idempotent producer alone goes on behind a batch that was refused for good (ADR 0056)."""
+        topic = f"run-{rig.topic}"
+        new_topic(rig.address, topic, {"max.message.bytes": "2000"})
+        run = [message(rig, number, topic=topic, key="k") for number in range(60)]
+        run.insert(30, message(rig, "large", topic=topic, key="k", payload=b"x" * 5000))
+        others = [message(rig, f"other-{number}", topic=topic, key="o") for number in range(5)]
+        with publisher_of(rig) as publisher:
+            answers = publisher.publish([*run, *others], WITHIN_S)
+            assert answers[:30] == [None] * 30
+            assert isinstance(answers[30], MessageRefused)
+            assert all(isinstance(answer, NotTried) for answer in answers[31:61])
+            # what another key had behind it goes at once, or with the next call
+            assert all(answer is None or isinstance(answer, NotTried) for answer in answers[61:])
+            again = [*run[31:], *others]
+            assert publisher.publish(again, WITHIN_S) == [None] * len(again)
+        order = [name for name in records(rig.address, topic) if not name.startswith("other")]
+        firsts = list(dict.fromkeys(order))
+        assert firsts == [str(entry.id) for entry in run if entry is not run[30]]
 
     def test_the_topic_decides_how_large_a_message_may_be(self, rig: Rig) -> None:
         """And not the client, whose own limit is lower than a topic's by default, and than what topics are set to."""
@@ -133,7 +155,11 @@ def test_too_few_replicas_fail_their_message_alone(
     throwaway_kafka_cluster.stop(3, immediate=True)
 
     def refused() -> bool:
-        lost, kept = publisher.publish([strict, mild], 5)
+        try:
+            lost, kept = publisher.publish([strict, mild], 5)
+        except BrokerUnavailable:
+            # the other brokers have not noticed yet
+            return False
         return type(lost) is DestinationRefused and "strict" in str(lost) and kept is None
 
     eventually(refused, "a topic with too few replicas")
@@ -143,6 +169,24 @@ def test_too_few_replicas_fail_their_message_alone(
     throwaway_kafka_cluster.start(3)
     eventually(lambda: publisher.publish([strict, mild], 5) == [None, None], "three replicas")
     publisher.close()
+
+
+def records(bootstrap: str, topic: str) -> list[str]:
+    """The ids in the only partition of a topic, in their order."""
+    consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": topic})
+    try:
+        partition = TopicPartition(topic, 0, 0)
+        _, end = consumer.get_watermark_offsets(partition, timeout=DEADLINE_S)
+        consumer.assign([partition])
+        found: list[str] = []
+        while len(found) < end:
+            for record in consumer.consume(end - len(found), timeout=DEADLINE_S):
+                message_id = dict(record.headers() or ())["message-id"]
+                assert isinstance(message_id, bytes)
+                found.append(message_id.decode())
+        return found
+    finally:
+        consumer.close()
 
 
 def new_topic(bootstrap: str, topic: str, config: dict[str, str], copies: int = 1) -> None:
@@ -191,9 +235,44 @@ def test_what_there_was_no_time_to_send_alone_is_tried_again() -> None:
     batch = _Batch("Kafka", messages, 5)
     for at in range(2):
         batch.report(at, KafkaError(KafkaError.MSG_SIZE_TOO_LARGE), None)
-    no_producer: Any = None
-    Kafka("localhost:1").publisher()._send_alone(no_producer, batch, until=0.0)
+    Kafka("localhost:1").publisher()._send_alone(batch, until=0.0)
     assert [type(answer) for answer in batch.answers] == [BrokerError, BrokerError]
+
+
+def test_what_was_refused_with_its_neighbours_is_suspected_once() -> None:
+    """Else what is confirmed alone would be sent again when another message ends the next producer."""
+    messages: list[Message[Any]] = [Message(topic="orders", id=str(number)) for number in range(2)]
+    batch = _Batch("Kafka", messages, 5)
+    for at in range(2):
+        batch.report(at, KafkaError(KafkaError.MSG_SIZE_TOO_LARGE), None)
+    assert batch.take_suspects() == {0, 1}
+    batch.report(0, None, None)
+    assert batch.take_suspects() == set()
+    assert batch.answers[0] is None
+
+
+def test_a_producer_that_no_message_has_ended_is_trouble_of_the_broker() -> None:
+    """Sent again at once, as what is behind another message, all would go round without a pause."""
+    with closing(MockCluster()) as cluster:
+        cluster.refuse_producers(*[KafkaError.CLUSTER_AUTHORIZATION_FAILED] * 100)
+        sent = Message[Any](topic=cluster.topic(), id="m1", key="k")
+        with (
+            closing(Kafka(cluster.bootstrap).publisher()) as publisher,
+            pytest.raises(BrokerUnavailable, match=r"ended the producer .*[Aa]uthori"),
+        ):
+            publisher.publish([sent], WITHIN_S)
+
+
+def test_what_is_given_up_under_way_ends_the_producer_and_not_the_call() -> None:
+    """Purged in flight, it leaves a gap, which the client raises where its reports are served."""
+    with closing(MockCluster()) as cluster:
+        topic = cluster.topic()
+        sent = [Message[Any](topic=topic, id=f"m{number}", key="k") for number in range(2)]
+        with closing(Kafka(cluster.bootstrap).publisher()) as publisher:
+            assert publisher.publish(sent, WITHIN_S) == [None, None]
+            cluster.answer_after(4000)
+            with suppress(BrokerUnavailable):
+                assert None not in publisher.publish(sent, 2)
 
 
 def test_a_queue_that_stays_full_is_not_waited_for_beyond_the_time() -> None:

@@ -19,7 +19,7 @@ from tests.support.brokers.publisher_conformance import (
 )
 from tests.support.brokers.rigs.nats import NatsRig
 from tests.support.servers.control import ThrowawayNats
-from txbox.errors import DestinationRefused, MessageRefused
+from txbox.errors import DestinationRefused, MessageRefused, NotTried
 
 pytestmark = pytest.mark.brokers
 
@@ -73,6 +73,21 @@ class TestNatsPublisher(PublisherConformance):
             assert type(full) is DestinationRefused
             # the stream confirms what it already has, full or not
             confirmed(publisher, [message(rig, "m1")])
+
+    def test_nothing_of_a_key_is_taken_behind_what_was_not(self, rig: NatsRig) -> None:
+        rig.do(lambda js: js.update_stream(
+            name=rig.stream, subjects=[f"{rig.stream}.>"], max_msg_size=500,
+        ))  # fmt: skip
+        run = [message(rig, name, key="k") for name in "abcde"]
+        run[2] = message(rig, "c", key="k", payload=b"x" * 1000)
+        others = [message(rig, name, key="o") for name in "xy"]
+        with publisher_of(rig) as publisher:
+            answers = publisher.publish([*run, *others], WITHIN_S)
+            assert [type(answer) for answer in answers] == [
+                type(None), type(None), MessageRefused, NotTried, NotTried, type(None), type(None),
+            ]  # fmt: skip
+            confirmed(publisher, run[3:])
+        assert [found.id for found in arrived(rig, 6) if found.key == "k"] == ["a", "b", "d", "e"]
 
     def test_headers_that_steer_the_server_stay_behind(self, rig: NatsRig) -> None:
         rig.do(

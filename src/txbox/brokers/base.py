@@ -348,6 +348,7 @@ class Batch:
     def __init__(self, broker: str, messages: Sequence[Message[Any]], within_s: float) -> None:
         self.messages = messages
         self.until = time.monotonic() + within_s
+        self._half = self.until - within_s / 2
         #: What is left then is for finding out whether the broker is there at all.
         self.last_word_s = min(LAST_WORD_S, within_s / 4)
         self.answers: list[BrokerError | None] = [
@@ -391,7 +392,8 @@ class Batch:
         """Let no later message of its key be sent."""
         message = self.messages[at]
         if message.key is not None:
-            self._stopped.setdefault((message.topic, message.key), at)
+            run = message.topic, message.key
+            self._stopped[run] = min(at, self._stopped.get(run, at))
 
     def is_behind(self, at: int) -> bool:
         """Whether an earlier message of its key was stopped; this one is answered so, and must not be sent."""
@@ -400,6 +402,24 @@ class Batch:
             return False
         self.answers[at] = NotTried("An earlier message of its key was not sent.")
         return True
+
+    def is_open(self, at: int) -> bool:
+        """Whether a message has no answer yet, and none of its key is stopped before it."""
+        return self.answers[at] is self._unconfirmed[at] and not self.is_behind(at)
+
+    def may_follow(self, at: int) -> bool:
+        """Whether a message may be sent now that the one before it in its key is confirmed.
+
+        In the second half of the time it is left to the next call, and so is what is behind it: a slow broker would not
+        confirm all of a long run in time.
+        """
+        if self.is_behind(at):
+            return False
+        if time.monotonic() < self._half:
+            return True
+        self.answers[at] = NotTried("There is no time left for another message of its key.")
+        self.stop(at)
+        return False
 
     def answer(self, at: int, error: BrokerError | None) -> None:
         """Record the broker's answer to a message; None if it is confirmed."""
@@ -430,6 +450,11 @@ class Batch:
                 if answers[at] is self._unconfirmed[at] and message.topic not in confirmed:
                     answers[at] = DestinationRefused(str(answers[at]))
         return answers
+
+
+def run_of(message: Message[Any], at: int) -> tuple[str, str] | int:
+    """Return what the messages of a run have in common; one without a key is alone."""
+    return at if message.key is None else (message.topic, message.key)
 
 
 def parts(

@@ -23,6 +23,7 @@ from txbox.brokers.base import (
     Delivery,
     Source,
     refuse,
+    run_of,
     taken,
 )
 from txbox.brokers.envelope import NATS, clock, utf8
@@ -755,6 +756,7 @@ def delivery_of(got: Msg, topic: str, consumer: Consumer) -> Delivery:
 # -- publishing ---------------------------------------------------------------------------------------
 
 _hpub: Any = cast("Any", _command).hpub_cmd  # untyped there
+_Frame = tuple[str, bytearray, bytes]
 #: Headers with this prefix would make a message expire, replace others or depend on a sequence.
 _STEERING = "nats-"
 _ID = "nats-msg-id"
@@ -778,11 +780,15 @@ class NatsPublisher(LoopPublisher):
     with a line break are refused. Headers that begin with `Nats-` steer the server and are left out.
 
     Guarantee: what is confirmed is in the stream, and as durable as the stream is. To survive a power
-    failure it needs file storage, and `sync_interval: always` or several replicas.
+    failure it needs file storage, and `sync_interval: always` or several replicas. Of a key the next
+    message is sent when the one before it is confirmed.
+
+    Source: docs/decisions/0056-runs-of-a-key.md
     """
 
     event_prefix = NATS.prefix
     trouble = _TROUBLE
+    keeps_runs = True
 
     def __init__(self, servers: Sequence[str], options: Mapping[str, Any]) -> None:
         super().__init__(NATS.name, "nats:" + ",".join(map(_without_credentials, servers)))
@@ -827,6 +833,8 @@ class _PublishingClient(Client):
         self._inbox = self.new_inbox()
         self._call = 0
         self._waiting: set[int] = set()
+        # of keys with a message under way, what is behind it
+        self._behind: dict[Any, deque[tuple[int, _Frame]]] = {}
         self._changed = asyncio.Event()
         client: Any = self  # partly typed there
         await client.subscribe(
@@ -836,17 +844,35 @@ class _PublishingClient(Client):
     async def send_all(self, batch: Batch) -> None:
         self._call += 1
         self._waiting.clear()
-        frames = batch.entries(lambda message: _frame(message, self.max_payload))
-        for at, (subject, block, payload) in frames:
+        self._behind.clear()
+        for at, frame in batch.entries(lambda message: _frame(message, self.max_payload)):
+            run = run_of(batch.messages[at], at)
+            if run in self._behind:
+                self._behind[run].append((at, frame))
+                continue
+            self._behind[run] = deque()
             while len(self._waiting) >= _WINDOW:
                 await self._flushed()
-            self._waiting.add(at)
-            # the client's own publish supports neither repeated headers nor bytes
-            await self._send_command(
-                _hpub(subject, f"{self._inbox}.{self._call}-{at}", block, payload)
-            )
+            await self._send(at, frame)
         while self._waiting:
             await self._flushed()
+
+    async def _send(self, at: int, frame: _Frame) -> None:
+        self._waiting.add(at)
+        subject, block, payload = frame
+        # the client's own publish supports neither repeated headers nor bytes
+        await self._send_command(_hpub(subject, f"{self._inbox}.{self._call}-{at}", block, payload))
+
+    async def _send_next(self, batch: Batch, at: int) -> None:
+        """Send what is behind this message in its key, unless it was not taken."""
+        run = run_of(batch.messages[at], at)
+        behind = self._behind.get(run)
+        while behind:
+            following, frame = behind.popleft()
+            if batch.may_follow(following):
+                await self._send(following, frame)
+                return
+        self._behind.pop(run, None)
 
     async def _flushed(self) -> None:
         self._changed.clear()
@@ -866,8 +892,13 @@ class _PublishingClient(Client):
             # belongs to an earlier call that has given up on it
             return
         at = int(number)
-        self._waiting.discard(at)
         batch.answer(at, _error_of(got, batch.messages[at].topic))
+        if batch.answers[at] is not None:
+            batch.stop(at)
+        if at in self._waiting:
+            # before it leaves, so that there is no moment in which nothing seems to be under way
+            await self._send_next(batch, at)
+            self._waiting.discard(at)
         self._changed.set()
 
     def cut(self) -> None:
@@ -878,7 +909,7 @@ class _PublishingClient(Client):
             transport.close()
 
 
-def _frame(message: Message[Any], bytes_max: int) -> tuple[str, bytearray, bytes]:
+def _frame(message: Message[Any], bytes_max: int) -> _Frame:
     topic = utf8(message.topic)
     if _NO_SUBJECT.search(message.topic) or len(topic) > _SUBJECT_BYTES_MAX:
         raise MessageRefused(

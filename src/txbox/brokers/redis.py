@@ -27,6 +27,7 @@ from txbox.brokers.base import (
     parts,
     refusal,
     refuse,
+    run_of,
     taken,
 )
 from txbox.brokers.envelope import REDIS, clock, utf8
@@ -634,7 +635,7 @@ class RedisPublisher:
                 commands_by_run: dict[Any, dict[int, Sequence[bytes]]] = {}
                 for at, command in part:
                     if not batch.is_behind(at):
-                        commands_by_run.setdefault(_run_of(messages[at], at), {})[at] = command
+                        commands_by_run.setdefault(run_of(messages[at], at), {})[at] = command
                 replies = self._run(list(commands_by_run.values()), timeout_s)
                 away = next((reply for reply in replies.values() if _of_the_server(reply)), None)
                 for at, reply in replies.items():
@@ -727,11 +728,6 @@ class RedisPublisher:
     def _new_client(self, timeout_s: float) -> Any:
         timeouts = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
         return new_client(self._url, {**self._options, **timeouts})
-
-
-def _run_of(message: Message[Any], at: int) -> tuple[str, str] | int:
-    """Return what the messages of a run have in common; one without a key is alone."""
-    return at if message.key is None else (message.topic, message.key)
 
 
 def _bytes_of(command: list[bytes]) -> int:

@@ -39,7 +39,7 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
     "cooperative": {"partition.assignment.strategy": "cooperative-sticky"},
     "kip-848": {"group.protocol": "consumer"},
 }
-_OFFSET_COMMIT = 8
+_OFFSET_COMMIT, _INIT_PRODUCER_ID = 8, 22
 #: What is not finished yet, and which connections are in the way.
 _EVIDENCE = (
     """SELECT status, message_id, starts, attempts, lease_until, next_attempt_at, clock_timestamp()
@@ -264,9 +264,16 @@ class MockCluster:
 
     def refuse_commits(self, *codes: int) -> None:
         """The next commits are answered with these errors."""
+        self._refuse(_OFFSET_COMMIT, codes)
+
+    def refuse_producers(self, *codes: int) -> None:
+        """The next producers that want to be idempotent are answered with these errors."""
+        self._refuse(_INIT_PRODUCER_ID, codes)
+
+    def _refuse(self, request: int, codes: Sequence[int]) -> None:
         self._lib.rd_kafka_mock_push_request_errors_array(
             self._cluster,
-            ctypes.c_int16(_OFFSET_COMMIT),
+            ctypes.c_int16(request),
             ctypes.c_size_t(len(codes)),
             (ctypes.c_int * len(codes))(*codes),
         )

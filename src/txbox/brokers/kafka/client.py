@@ -52,7 +52,17 @@ _PRODUCER_DEFAULTS: dict[str, Any] = {
     # a missing topic is reported within this time, instead of only when the message times out
     "topic.metadata.propagation.max.ms": 3_000,
 }
-_PRODUCER_FORCED: dict[str, Any] = {"acks": "all", "enable.idempotence": True}
+_GAPLESS = "enable.gapless.guarantee"
+_PRODUCER_FORCED: dict[str, Any] = {
+    "acks": "all",
+    "enable.idempotence": True,
+    # a message that fails for good ends the producer instead of being passed by those behind it
+    _GAPLESS: True,
+    # what runs out of time alone would be passed, too: all of a call are given up together
+    "message.timeout.ms": 0,
+}
+#: The time of a call decides instead: `RelayPolicy.confirm_within`.
+_PRODUCER_DROPPED = ("message.timeout.ms", "delivery.timeout.ms")
 #: Options under any of these names, the values that keep a confirmation true, and why.
 _PRODUCER_NEEDS: tuple[tuple[tuple[str, ...], Callable[[str], bool], str], ...] = (
     (
@@ -138,7 +148,11 @@ def producer_options(settings: Mapping[str, Any]) -> dict[str, Any]:
         for name in names:
             if name in settings and not is_fine(str(settings[name]).lower()):
                 raise ConfigurationError(f"{name} {rule}.")
-    kept = {name: value for name, value in settings.items() if not name.startswith(_OF_CONSUMERS)}
+    kept = {
+        name: value
+        for name, value in settings.items()
+        if not name.startswith(_OF_CONSUMERS) and name not in _PRODUCER_DROPPED
+    }
     return {**_PRODUCER_DEFAULTS, **kept, **_PRODUCER_FORCED}
 
 
@@ -187,7 +201,7 @@ REFUSALS = {
 }
 
 #: Lines of librdkafka's log that repeat what its errors say, many times a second while a broker is away.
-_SAID_BY_ERRORS = frozenset({"FAIL", "ERROR", "REQTMOUT", "GETPID"})
+_SAID_BY_ERRORS = frozenset({"FAIL", "ERROR", "FATAL", "REQTMOUT", "GETPID"})
 
 
 class ClientLog:
@@ -200,6 +214,9 @@ class ClientLog:
         self.jumped = False
 
     def log(self, level: int, text: str, facility: str, *more: str) -> None:
+        if facility == "CONFWARN" and any(_GAPLESS in part for part in more):
+            # that it is experimental, of every producer
+            return
         self.jumped = self.jumped or facility == "OFFSET"
         known = facility in _SAID_BY_ERRORS
         self._log.log(logging.DEBUG if known else level, text, facility, *more)

@@ -26,11 +26,18 @@ from txbox.errors import (
     ConfigurationError,
     DestinationRefused,
     MessageRefused,
+    NotTried,
 )
 from txbox.message import Message
 
 _PROBE_S = 5.0
 _FULL_S = 0.05
+# how often it is looked, while confirmations are waited for, whether the producer can still get any
+_LOOK_S = 0.05
+# so long the reports of what was under way are waited for when the producer has ended
+_REPORTS_S = 1.0
+# calls to a producer, each of which may end it
+_ROUNDS = 2
 # the client's own codes are public, even though their names start with an underscore
 _UNKNOWN = {
     KafkaError.UNKNOWN_TOPIC_OR_PART,
@@ -41,6 +48,14 @@ _PURGED = {
     KafkaError._PURGE_QUEUE,  # noqa: SLF001
     KafkaError._PURGE_INFLIGHT,  # noqa: SLF001
     KafkaError._MSG_TIMED_OUT,  # noqa: SLF001
+}
+#: The producer has ended; that says nothing of the message.
+_ENDED = {
+    KafkaError._FATAL,  # noqa: SLF001
+    KafkaError._GAPLESS_GUARANTEE,  # noqa: SLF001
+    KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER,
+    KafkaError.UNKNOWN_PRODUCER_ID,
+    KafkaError.INVALID_PRODUCER_EPOCH,
 }
 #: The broker refuses a whole batch if it dislikes one of its messages, or their total size.
 _OF_THE_BATCH = {
@@ -65,10 +80,11 @@ _OF_THE_TOPIC = REFUSALS | {
 _NEVER = _OF_THE_BATCH | {KafkaError.TOPIC_EXCEPTION, KafkaError.UNSUPPORTED_FOR_MESSAGE_FORMAT}
 
 _Report = Callable[[Any, Any], None]
+_Entry = tuple[int, dict[str, Any]]
 
 
 class KafkaPublisher:
-    """Publishes with `acks=all` and `enable.idempotence`, and waits for every delivery report.
+    """Publishes with `acks=all`, `enable.idempotence` and no gaps, and waits for every delivery report.
 
     The key decides the partition, as in the JVM clients (`partitioner` is murmur2_random; a message
     without a key goes to any). The time is in milliseconds, None is a tombstone, and header values
@@ -76,11 +92,15 @@ class KafkaPublisher:
 
     Guarantee: what is confirmed is on all in-sync replicas; the topic's `min.insync.replicas` decides
     what that survives. What is not confirmed in time is purged and its producer closed; messages already
-    on their way may still arrive, under the same id. If messages of a partition are published again in
-    order, their first arrivals are in that order.
+    on their way may still arrive, under the same id. A partition takes nothing behind a message that it
+    did not take: that ends the producer (`enable.gapless.guarantee`), and another one goes on. So if
+    messages of a key are published again in order, their first arrivals are in that order.
+
+    Source: docs/decisions/0056-runs-of-a-key.md
     """
 
     event_prefix = KAFKA.prefix
+    keeps_runs = True
 
     def __init__(self, bootstrap_servers: str, options: Mapping[str, Any]) -> None:
         config = producer_options(options)
@@ -99,55 +119,106 @@ class KafkaPublisher:
             return []
         batch = _Batch(KAFKA.name, messages, within_s)
         until = batch.until - batch.last_word_s
-        producer = self._connected(until)
-        for at, record in batch.entries(_record):
-            self._send(producer, record, until, partial(batch.report, at))
-        if not producer.flush(max(0.0, until - time.monotonic())):
-            self._send_alone(producer, batch, until)
-        if len(producer) or self._ended:
-            self._end(producer)
+        try:
+            self._publish(batch, until)
+        except BrokerUnavailable:
+            # otherwise what is confirmed would be sent again
             if not batch.heard:
-                # is anybody there? asked by a new producer, as the old one may still be waiting
-                self._connected(time.monotonic() + LAST_WORD_S)
+                raise
+        if self._producer is None and not batch.heard:
+            # is anybody there? asked by a new producer, as the old one may still be waiting
+            self._connected(time.monotonic() + LAST_WORD_S)
         self._proven = self._proven or None in batch.answers
         return batch.outcome()
 
     def close(self) -> None:
         producer, self._producer = self._producer, None
         if producer is not None:
-            producer.purge()
-            producer.poll(0)
+            self._end(producer)
 
     # -- sending ------------------------------------------------------------------------------
 
+    def _publish(self, batch: _Batch, until: float) -> None:
+        """Send all; where one of them ends the producer, send the others once more by another one."""
+        entries = list(batch.entries(_record))
+        for _ in range(_ROUNDS):
+            if not entries or self._sent(entries, batch, until):
+                return
+            self._send_alone(batch, until)
+            # those refused alone were not refused for a neighbour
+            batch.refused.clear()
+            entries = [entry for entry in entries if batch.is_open(entry[0])]
+            if time.monotonic() > until:
+                break
+        if not batch.heard:
+            # no message has ended it: sent again at once, all of them would go round for ever
+            raise BrokerUnavailable(f"Kafka has ended the producer ({self._said}).")
+        for at, _ in entries:
+            batch.answers[at] = NotTried("The producer ended at another message.")
+
+    def _sent(self, entries: Sequence[_Entry], batch: _Batch, until: float) -> bool:
+        """Send messages and wait for their reports; returns False if one of them has ended the producer.
+
+        What it refused stops its key.
+        """
+        producer = self._connected(until)
+        for at, record in entries:
+            if batch.is_behind(at):
+                continue
+            if not self._send(producer, record, until, partial(batch.report, at)):
+                break
+            if batch.is_refused(at):
+                batch.stop(at)
+        while not self._ended and (left_s := until - time.monotonic()) > 0:
+            try:
+                if not producer.flush(min(_LOOK_S, left_s)):
+                    break
+            except KafkaException as error:
+                if not error.args[0].fatal():
+                    raise
+                self._ended, self._said = True, error.args[0].str()
+        ended = self._ended
+        until = min(until, time.monotonic() + _REPORTS_S)
+        while ended and len(producer) and time.monotonic() < until:
+            # what was under way still gets its answer, and the message that ended it
+            self._poll(producer, _LOOK_S)
+        if ended or len(producer):
+            self._end(producer)
+        for at, _ in entries:
+            if batch.is_refused(at):
+                batch.stop(at)
+        return not ended
+
     def _send(
         self, producer: client.Producer, record: dict[str, Any], until: float, report: _Report
-    ) -> None:
+    ) -> bool:
+        """Queue a message; returns False if there was no room for it in time."""
         while True:
             try:
                 producer.produce(**record, on_delivery=report)
             except BufferError:
                 if time.monotonic() > until:
-                    return
+                    return False
                 # the client's queue is full; delivery reports make room
-                producer.poll(_FULL_S)
+                self._poll(producer, _FULL_S)
             except KafkaException as error:
                 report(error.args[0], None)
-                return
+                return True
             else:
-                return
+                return True
 
-    def _send_alone(self, producer: client.Producer, batch: _Batch, until: float) -> None:
-        """Resend what was refused as part of a batch, each message in a batch of its own."""
-        suspects = batch.suspects()
-        for at, unconfirmed in suspects.items():
-            batch.answers[at] = unconfirmed
-        for at in suspects:
-            if time.monotonic() > until:
-                return
-            self._send(producer, _record(batch.messages[at]), until, partial(batch.report, at))
-            if producer.flush(max(0.0, until - time.monotonic())):
-                return
+    def _send_alone(self, batch: _Batch, until: float) -> None:
+        """Resend what was refused as part of a batch, each message in a batch of its own, in the order of its key."""
+        suspects = batch.take_suspects()
+        behind: set[tuple[str, str]] = set()
+        for at, message in enumerate(batch.messages):
+            run = None if message.key is None else (message.topic, message.key)
+            if at in suspects and run not in behind:
+                if time.monotonic() > until:
+                    return
+                self._sent([(at, _record(message))], batch, until)
+            if run is not None and batch.answers[at] is not None:
+                behind.add(run)
 
     # -- the producer -------------------------------------------------------------------------
 
@@ -183,8 +254,17 @@ class KafkaPublisher:
     def _end(self, producer: client.Producer) -> None:
         """Purge: what is not confirmed must not be sent later, and an idempotent producer tolerates no gaps."""
         producer.purge()
-        producer.poll(0)
+        self._poll(producer, 0)
         self._producer = None
+
+    def _poll(self, producer: client.Producer, wait_s: float) -> None:
+        """Serve delivery reports. The end of a producer is raised once, also by a purge: it leaves a gap."""
+        try:
+            producer.poll(wait_s)
+        except KafkaException as error:
+            if not error.args[0].fatal():
+                raise
+            self._ended, self._said = True, error.args[0].str()
 
     def _on_client_error(self, error: KafkaError) -> None:
         """Called by the client during poll and flush."""
@@ -202,27 +282,35 @@ class _Batch(Batch):
 
     def __init__(self, broker: str, messages: Sequence[Message[Any]], within_s: float) -> None:
         super().__init__(broker, messages, within_s)
-        self._refused: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.refused: dict[tuple[str, int], list[int]] = defaultdict(list)
+
+    def is_refused(self, at: int) -> bool:
+        return self.answers[at] is not None and self.answers[at] is not self._unconfirmed[at]
 
     def report(self, at: int, error: KafkaError | None, _: object) -> None:
         """Record a delivery report. One that says the client gave up is not an answer from the broker."""
         topic = self.messages[at].topic
         if error is None:
             self.answer(at, None)
-        elif error.code() not in _PURGED:
+        elif error.code() not in _PURGED | _ENDED:
             self.answer(at, _error_of(error, topic))
             if error.code() in _OF_THE_BATCH:
-                self._refused[topic, error.code()].append(at)
+                self.refused[topic, error.code()].append(at)
 
-    def suspects(self) -> dict[int, BrokerError | None]:
-        """Return the messages that may have been refused because of a neighbour, as unconfirmed again."""
+    def take_suspects(self) -> set[int]:
+        """Return the messages that may have been refused because of a neighbour, as unconfirmed again.
+
+        With the answer, which may have been another message's, the stop of their keys is taken back.
+        """
         # a message that was refused alone was already a batch of its own
-        return {
-            at: self._unconfirmed[at]
-            for refused in self._refused.values()
-            if len(refused) > 1
-            for at in refused
-        }
+        suspects = {at for refused in self.refused.values() if len(refused) > 1 for at in refused}
+        self.refused.clear()
+        for at in suspects:
+            self.answers[at] = self._unconfirmed[at]
+            message = self.messages[at]
+            if self._stopped.get((message.topic, message.key)) == at:
+                del self._stopped[message.topic, message.key]
+        return suspects
 
 
 def _record(message: Message[Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from aiormq.exceptions import (
 from pamqp import commands, header
 from yarl import URL
 
-from txbox.brokers.base import Batch
+from txbox.brokers.base import Batch, run_of
 from txbox.brokers.envelope import RABBITMQ, utf8
 from txbox.brokers.loop import LoopPublisher, error_text
 from txbox.brokers.rabbitmq.client import TROUBLE, Connection, close_quietly
@@ -63,12 +63,16 @@ class RabbitMQPublisher(LoopPublisher):
     Times have whole seconds. A repeated header becomes an array, in which None is null.
 
     Guarantee: what is confirmed is in every queue it was routed to: on disk in a durable classic queue,
-    on a majority in a quorum queue. A message that no queue takes is an error. If the server closes the
+    on a majority in a quorum queue. A message that no queue takes is an error. Of a key the next message
+    is sent when the one before it is confirmed. If the server closes the
     channel because of a message, that message is found by resending what is unconfirmed in ever smaller
     parts.
+
+    Source: docs/decisions/0056-runs-of-a-key.md
     """
 
     event_prefix = RABBITMQ.prefix
+    keeps_runs = True
     trouble = TROUBLE
 
     def __init__(self, url: URL, options: Mapping[str, Any], *, exchange: str, where: str) -> None:
@@ -99,13 +103,17 @@ class RabbitMQPublisher(LoopPublisher):
 
     async def _send(self, part: Sequence[_Entry], batch: Batch) -> None:
         channel = await self._open_channel()
+        runs: dict[Any, list[_Entry]] = {}
+        for entry in part:
+            runs.setdefault(run_of(batch.messages[entry[0]], entry[0]), []).append(entry)
         errors = await asyncio.gather(
-            *(self._send_one(channel, batch, at, sent) for at, sent in part), return_exceptions=True
+            *(self._send_run(channel, batch, run) for run in runs.values()), return_exceptions=True
         )
-        left = [entry for entry, error in zip(part, errors, strict=True) if error is not None]
-        if not left:
+        failures = [error for error in errors if error is not None]
+        if not failures:
             return
-        reason = self._reason([error for error in errors if error is not None])
+        left = [entry for entry in part if batch.is_open(entry[0])]
+        reason = self._reason(failures)
         # what was sent on the closed channel makes the server close the connection as well
         self._disconnect()
         topics = {at: batch.messages[at].topic for at, _ in left}
@@ -118,10 +126,20 @@ class RabbitMQPublisher(LoopPublisher):
         if len(part) == 1 or isinstance(reason, alike):
             for at, topic in topics.items():
                 batch.answer(at, self._refusal(topic, reason))
+                batch.stop(at)
             return
         # those sent before the culprit may already be in their queues: they arrive twice, in order
         for smaller in _split(left):
             await self._send(smaller, batch)
+
+    async def _send_run(self, channel: Any, batch: Batch, run: Sequence[_Entry]) -> None:
+        """Send the messages of a key one after the other, up to one that is not taken."""
+        for number, (at, sent) in enumerate(run):
+            if not (batch.may_follow(at) if number else batch.is_open(at)):
+                continue
+            await self._send_one(channel, batch, at, sent)
+            if batch.answers[at] is not None:
+                batch.stop(at)
 
     async def _send_one(self, channel: Any, batch: Batch, at: int, sent: _Sent) -> None:
         """Send one message and record the answer at once: another may never get one."""
