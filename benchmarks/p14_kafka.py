@@ -79,7 +79,7 @@ class Timed(Source, Consumer):
 
     def __init__(self, source: Source, deliveries: int) -> None:
         self._source = source
-        self.name = source.name
+        self.name, self.topics = source.name, source.topics
         self._deliveries = deliveries
         self._received: dict[Delivery, float] = {}
         self._settled = 0
@@ -180,7 +180,7 @@ class Contender:
         self._app.close()
 
 
-def _broker() -> str:
+def broker() -> str:
     provision.up(("kafka",))
     bootstrap = server_urls().get("kafka")
     if bootstrap is None:
@@ -222,7 +222,7 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
         rounds: of each contender, 1 or more.
         messages: distinct ones in each round.
     """
-    bootstrap = _broker()
+    bootstrap = broker()
     load = [os.getloadavg()[0]]
 
     def kafka(work: Work) -> Source:
@@ -264,11 +264,11 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
                 for kind in ("", ", batches")
             ],
             rounds=done,
-            circumstances={**_circumstances(kafka_url), "load_1min": load},
+            circumstances={**circumstances(kafka_url), "load_1min": load},
         )
 
 
-def _circumstances(url: str) -> dict[str, Any]:
+def circumstances(url: str) -> dict[str, Any]:
     found = measure.circumstances(url)
     brokers = [jar.stem.removeprefix("kafka_2.13-") for jar in java.jars(POM).glob("kafka_2.13-*")]
     found["versions"] |= {

@@ -89,8 +89,8 @@ class Contender:
         return Verified(lost, sum(count > 1 for count in arrived.values()), 0, int(row[0]))
 
 
-def staged(url: str, topic: str, rows: Sequence[Delivery]) -> list[str]:
-    """The rows in the outbox, and nothing else; keys as accounts are."""
+def staged(url: str, topic: str, rows: Sequence[Delivery], keys: int | None = _KEYS) -> list[str]:
+    """The rows in the outbox, and nothing else, under so many keys; None for no key."""
     ids: list[str] = []
     with psycopg.connect(url) as tx:
         tx.execute("TRUNCATE txbox_outbox, txbox_inbox")
@@ -98,7 +98,9 @@ def staged(url: str, topic: str, rows: Sequence[Delivery]) -> list[str]:
             ids += Outbox().stage_many(
                 tx,
                 [
-                    Outgoing(topic=topic, body=row.payload, key=str(at % _KEYS))
+                    Outgoing(
+                        topic=topic, body=row.payload, key=None if keys is None else str(at % keys)
+                    )
                     for at, row in enumerate(rows[start : start + _PART], start)
                 ],
             )
@@ -126,7 +128,8 @@ def by_relay(destination: Any, **policy: Any) -> Callable[[str, str], Iterator[l
             more = True
             while more:
                 began, before = time.perf_counter(), sum(sent)
-                more = relay.turn()
+                # a turn also ends when its time does
+                more = relay.turn() or relay.has_rows()
                 yield [time.perf_counter() - began] * (sum(sent) - before)
             relay.close()
 
@@ -175,7 +178,7 @@ def one_by_one(bootstrap: str, marked_each: int) -> Callable[[str, str], Iterato
 # -- where it goes --------------------------------------------------------------------------------
 
 
-def _kafka_topics(bootstrap: str) -> Any:
+def kafka_topics(bootstrap: str) -> Any:
     @contextmanager
     def topic() -> Iterator[tuple[str, _Ids]]:
         name = f"relay-{uuid.uuid4().hex[:8]}"
@@ -207,7 +210,7 @@ def _kafka_ids(bootstrap: str, topic: str) -> Counter[str]:
     return found
 
 
-def _queues(url: str) -> Any:
+def queues(url: str) -> Any:
     async def on_channel(work: Callable[[Any], Any]) -> Any:
         async with await aio_pika.connect(url) as connection:
             return await work(await connection.channel())
@@ -266,7 +269,7 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
     with fresh_database("relay") as url:
         with App(url) as app:
             app.init()
-        topics = _kafka_topics(bootstrap)
+        topics = kafka_topics(bootstrap)
         contenders = [
             Contender("one by one", url, topics, one_by_one(bootstrap, 1), share=_FEWER_ONE_BY_ONE),
             Contender(
@@ -274,7 +277,7 @@ def run(*, rounds: int, messages: int) -> dict[str, Any]:
                 share=_FEWER_ONE_BY_ONE,
             ),
             Contender("relay to Kafka", url, topics, by_relay(kafka, **lease)),
-            Contender("relay to RabbitMQ", url, _queues(amqp), by_relay(rabbitmq, **lease), share=2),
+            Contender("relay to RabbitMQ", url, queues(amqp), by_relay(rabbitmq, **lease), share=2),
             Contender("relay to its own App", url, _inbox(url), by_relay(None, **lease)),
         ]  # fmt: skip
         for contender in contenders:
