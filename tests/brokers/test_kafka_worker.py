@@ -83,12 +83,13 @@ class Refusing(Consumer):
 
     cluster: ClassVar[MockCluster]
     code: ClassVar[int]
-    #: For each revocation with something to commit, what became of each commit in it.
+    #: For each revocation with something new to commit, what became of each commit in it.
     told: ClassVar[list[list[str]]]
     #: The members that the partition was given to, and those that it was taken from.
     given: ClassVar[list[object]]
     taken: ClassVar[list[object]]
     during: list[str] | None = None
+    asked = -1
 
     def subscribe(self, topics: list[str], **callbacks: Any) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         # a member without partitions is called in every rebalance, too
@@ -117,13 +118,17 @@ class Refusing(Consumer):
         super().subscribe(topics, **callbacks | made)
 
     def commit(self, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (offset,) = [each.offset for each in options["offsets"]]
+        # one that only says that nothing is in work leaves no message behind
+        counts = self.during is not None and offset > self.asked
+        self.asked = max(self.asked, offset)
         try:
             answered = super().commit(**options)
         except KafkaException:
-            if self.during is not None:
+            if self.during is not None and counts:
                 self.during.append("refused")
             raise
-        if self.during is not None:
+        if self.during is not None and counts:
             self.during.append(
                 "refused" if any(one.error for one in answered or ()) else "committed"
             )

@@ -72,7 +72,7 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "prove": ("change", "run handlers through crashes, duplicates and faults, on a database for tests",
               "prove shop:app --messages messages.jsonl"),
     "conformance": ("change", "check a program in any language against the contract of the inbox",
-                    "conformance --database postgresql:///conformance --command 'node conformance.mjs'"),
+                    "conformance --database postgresql:///kit --command 'node inbox.mjs'"),
     "workers": ("workers", "list the running workers and what they consume", "workers --app shop:app"),
     "pause": ("workers", "stop all workers from running a consumer",
               "pause billing --reason 'the bank is down' --app shop:app"),

@@ -49,8 +49,11 @@ class Commits:
 
     async def missing(self, db: Session, store: InboxStore) -> list[CommitsLost]:
         """Return what is missing, if the database is another one, or another run of it, than at the last call."""
-        history, before = await jobs.history(db, store.dialect), self._history
-        settled = self._recent()
+        before, settled = self._history, self._recent()
+        if before is not None and not settled:
+            # an idle worker does not ask
+            return []
+        history = await jobs.history(db, store.dialect)
         losses: list[CommitsLost] = []
         if settled and before not in (None, history):
             losses = await self._compared(db, store, settled)
