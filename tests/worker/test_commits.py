@@ -15,7 +15,7 @@ from tests.support.sources import Memory
 from tests.support.waiting import eventually
 from tests.support.workers import running, worker
 from txbox import Batching, StoreUnavailable
-from txbox.alerts import Alerts
+from txbox.alerts import Alerting, Alerts
 from txbox.events import CommitsLost
 from txbox.store import jobs
 from txbox.worker import commits, pulse
@@ -158,3 +158,26 @@ def test_what_could_not_be_compared_is_compared_at_the_next_beat(
         history.is_another()
         eventually(lambda: one_shop.emitted(CommitsLost), "what is missing")
     assert not failures
+
+
+def test_an_alert_that_could_not_be_staged_is_staged_at_the_next_beat(
+    new_database: NewDatabase, history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens, failures = Alerting.opened, [StoreUnavailable("not now")]
+
+    async def fails_once(*args: Any) -> int:
+        if failures:
+            raise failures.pop()
+        return await opens(*args)
+
+    monkeypatch.setattr(Alerting, "opened", fails_once)
+    recorder = Recorder()
+    with (
+        opened(new_database("sqlite"), alerts=Alerts(recorder)) as shop,
+        settled(shop, Memory([paid("a"), paid("b")], endless=True)),
+    ):
+        lose(shop, "b")
+        history.is_another()
+        eventually(lambda: recorder.bodies, "the alert")
+    assert not failures
+    assert len(shop.emitted(CommitsLost)) == 1

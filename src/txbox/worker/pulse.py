@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 import txbox
-from txbox.alerts import Alerting, commits_lost, database_away
+from txbox.alerts import Alert, Alerting, commits_lost, database_away
 from txbox.app import OUTBOX
 from txbox.boundaries import Boundary
 from txbox.boundaries import log as _log
@@ -100,6 +100,7 @@ class Pulse:
         self._tables = tables
         self._doing = doing
         self._commits = commits
+        self._unstaged: list[Alert] = []
         self._over = False
         self._written: Doing | None = None
         self._write_at = 0.0
@@ -189,19 +190,22 @@ class Pulse:
 
     async def _compare(self, commits: Commits, db: Session) -> None:
         """Tell what the database has lost that this process had settled."""
-        alerting, dialect = self._app.alerting, self._app.store.dialect
         for loss in await commits.missing(db, self._app.store):
             self._app.events.emit(loss)
             for start in range(0, loss.count, _LISTED):
                 listed = loss.message_ids[start : start + _LISTED]
-                _log.error("%s has lost %s", loss.consumer, ", ".join(listed))
-            if alerting is not None:
-                alert = commits_lost(
+                _log.error("The database has lost, of %s: %s", loss.consumer, ", ".join(listed))
+            self._unstaged.append(
+                commits_lost(
                     loss.consumer or "", loss.count, loss.since, loss.until, complete=loss.complete
                 )
-                await db.begin()
-                await alerting.opened(db, dialect, [alert])
-                await db.commit()
+            )
+        if self._app.alerting is not None and self._unstaged:
+            await db.begin()
+            await self._app.alerting.opened(db, self._app.store.dialect, self._unstaged)
+            await db.commit()
+        # where that failed, the next beat stages them
+        self._unstaged = []
 
     async def _write(self, db: Session) -> None:
         counting, dialect = self._app.activity, self._app.store.dialect
