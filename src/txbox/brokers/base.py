@@ -351,10 +351,13 @@ class Batch:
         self._half = self.until - within_s / 2
         #: What is left then is for finding out whether the broker is there at all.
         self.last_word_s = min(LAST_WORD_S, within_s / 4)
+        unconfirmed = {
+            topic: BrokerError(f"{broker} has not confirmed the message for {topic!r} within {within_s:g} s.")
+            for topic in {message.topic for message in messages}
+        }  # fmt: skip
         self.answers: list[BrokerError | None] = [
-            BrokerError(f"{broker} has not confirmed the message for {message.topic!r} within {within_s:g} s.")
-            for message in messages
-        ]  # fmt: skip
+            unconfirmed[message.topic] for message in messages
+        ]
         self._unconfirmed = list(self.answers)
         #: The broker has answered for at least one message, so it is reachable.
         self.heard = False
@@ -422,9 +425,11 @@ class Batch:
         return False
 
     def answer(self, at: int, error: BrokerError | None) -> None:
-        """Record the broker's answer to a message; None if it is confirmed."""
+        """Record the broker's answer to a message; None if it is confirmed, or else its key stops."""
         self.heard = True
         self.answers[at] = error
+        if error is not None:
+            self.stop(at)
 
     def lose(self, sentence: str, cause: BaseException | None = None) -> None:
         """Record that the broker cannot be reached."""

@@ -893,8 +893,6 @@ class _PublishingClient(Client):
             return
         at = int(number)
         batch.answer(at, _error_of(got, batch.messages[at].topic))
-        if batch.answers[at] is not None:
-            batch.stop(at)
         if at in self._waiting:
             # before it leaves, so that there is no moment in which nothing seems to be under way
             await self._send_next(batch, at)

@@ -641,8 +641,6 @@ class RedisPublisher:
                 for at, reply in replies.items():
                     if not _of_the_server(reply):
                         batch.answer(at, _error_of(reply, messages[at].topic))
-                    if batch.answers[at] is not None:
-                        batch.stop(at)
                 if away is not None:
                     raise away
         except exceptions.RedisError as error:

@@ -157,18 +157,13 @@ class KafkaPublisher:
             batch.answers[at] = NotTried("The producer ended at another message.")
 
     def _sent(self, entries: Sequence[_Entry], batch: _Batch, until: float) -> bool:
-        """Send messages and wait for their reports; returns False if one of them has ended the producer.
-
-        What it refused stops its key.
-        """
+        """Send messages and wait for their reports; returns False if one of them has ended the producer."""
         producer = self._connected(until)
         for at, record in entries:
             if batch.is_behind(at):
                 continue
             if not self._send(producer, record, until, partial(batch.report, at)):
                 break
-            if batch.is_refused(at):
-                batch.stop(at)
         while not self._ended and (left_s := until - time.monotonic()) > 0:
             try:
                 if not producer.flush(min(_LOOK_S, left_s)):
@@ -184,9 +179,6 @@ class KafkaPublisher:
             self._poll(producer, _LOOK_S)
         if ended or len(producer):
             self._end(producer)
-        for at, _ in entries:
-            if batch.is_refused(at):
-                batch.stop(at)
         return not ended
 
     def _send(
@@ -283,9 +275,6 @@ class _Batch(Batch):
     def __init__(self, broker: str, messages: Sequence[Message[Any]], within_s: float) -> None:
         super().__init__(broker, messages, within_s)
         self.refused: dict[tuple[str, int], list[int]] = defaultdict(list)
-
-    def is_refused(self, at: int) -> bool:
-        return self.answers[at] is not None and self.answers[at] is not self._unconfirmed[at]
 
     def report(self, at: int, error: KafkaError | None, _: object) -> None:
         """Record a delivery report. One that says the client gave up is not an answer from the broker."""

@@ -8,7 +8,6 @@ from datetime import UTC
 from functools import partial
 from typing import Any
 
-import pamqp.frame
 from aiormq.exceptions import (
     AMQPConnectionError,
     ChannelAccessRefused,
@@ -22,7 +21,7 @@ from aiormq.exceptions import (
     DeliveryError,
     PublishError,
 )
-from pamqp import commands, header
+from pamqp import commands
 from yarl import URL
 
 from txbox.brokers.base import Batch, run_of
@@ -47,10 +46,22 @@ _PART = 1000
 _TIMESTAMP_MAX = 0xFFFFFFFF
 _SHORT_BYTES_MAX = 255
 _FRAME_BYTES = 8
+#: Of the frame with the properties: its own head and end, the class, the weight and the size of the body.
+_HEADER_BYTES = _FRAME_BYTES + 12
 _PERSISTENT = 2
 
 _Sent = tuple[bytes, commands.Basic.Properties]
 _Entry = tuple[int, _Sent]
+
+
+class _Properties(commands.Basic.Properties):
+    """Properties that are encoded once: to measure them, and to send them. They must not be changed after that."""
+
+    _encoded = b""
+
+    def marshal(self) -> bytes:
+        self._encoded = self._encoded or super().marshal()
+        return self._encoded
 
 
 class RabbitMQPublisher(LoopPublisher):
@@ -105,9 +116,16 @@ class RabbitMQPublisher(LoopPublisher):
         channel = await self._open_channel()
         runs: dict[Any, list[_Entry]] = {}
         for entry in part:
-            runs.setdefault(run_of(batch.messages[entry[0]], entry[0]), []).append(entry)
+            if batch.is_open(entry[0]):
+                runs.setdefault(run_of(batch.messages[entry[0]], entry[0]), []).append(entry)
         errors = await asyncio.gather(
-            *(self._send_run(channel, batch, run) for run in runs.values()), return_exceptions=True
+            *(
+                self._send_run(channel, batch, run)
+                if len(run) > 1
+                else self._send_one(channel, batch, *run[0])
+                for run in runs.values()
+            ),
+            return_exceptions=True,
         )
         failures = [error for error in errors if error is not None]
         if not failures:
@@ -126,7 +144,6 @@ class RabbitMQPublisher(LoopPublisher):
         if len(part) == 1 or isinstance(reason, alike):
             for at, topic in topics.items():
                 batch.answer(at, self._refusal(topic, reason))
-                batch.stop(at)
             return
         # those sent before the culprit may already be in their queues: they arrive twice, in order
         for smaller in _split(left):
@@ -135,31 +152,32 @@ class RabbitMQPublisher(LoopPublisher):
     async def _send_run(self, channel: Any, batch: Batch, run: Sequence[_Entry]) -> None:
         """Send the messages of a key one after the other, up to one that is not taken."""
         for number, (at, sent) in enumerate(run):
-            if not (batch.may_follow(at) if number else batch.is_open(at)):
-                continue
-            await self._send_one(channel, batch, at, sent)
-            if batch.answers[at] is not None:
-                batch.stop(at)
+            if not number or batch.may_follow(at):
+                await self._send_one(channel, batch, at, sent)
 
     async def _send_one(self, channel: Any, batch: Batch, at: int, sent: _Sent) -> None:
         """Send one message and record the answer at once: another may never get one."""
         payload, properties = sent
         topic = batch.messages[at].topic
-        where = f"{topic!r} of exchange {self._exchange!r}" if self._exchange else repr(topic)
         try:
             await channel.basic_publish(
                 payload, exchange=self._exchange, routing_key=topic, properties=properties,
                 mandatory=True, wait=False,
             )  # fmt: skip
         except PublishError:
-            refusal = f"No queue receives messages for {where}: declare or bind one."
+            refusal = f"No queue receives messages for {self._where(topic)}: declare or bind one."
             batch.answer(at, DestinationRefused(refusal))
         except DeliveryError:
             # the same answer whatever the message is
-            refusal = f"A queue did not accept the message for {where} (nack): is it full?"
+            refusal = (
+                f"A queue did not accept the message for {self._where(topic)} (nack): is it full?"
+            )
             batch.answer(at, DestinationRefused(refusal))
         else:
             batch.answer(at, None)
+
+    def _where(self, topic: str) -> str:
+        return f"{topic!r} of exchange {self._exchange!r}" if self._exchange else repr(topic)
 
     def _refusal(self, topic: str, reason: BaseException) -> BrokerError:
         if isinstance(reason, ChannelNotFoundEntity):
@@ -274,7 +292,7 @@ def _entry(message: Message[Any], bytes_max: int) -> _Sent:
     at = message.time
     if at is not None and not 0 <= at.timestamp() <= _TIMESTAMP_MAX:
         headers["time"], at = at.isoformat(), None
-    properties = commands.Basic.Properties(
+    properties = _Properties(
         content_type=_short("content type", message.content_type),
         headers=headers,
         delivery_mode=_PERSISTENT,
@@ -283,12 +301,10 @@ def _entry(message: Message[Any], bytes_max: int) -> _Sent:
         message_type=_short("type", message.type),
     )
     _short("topic", message.topic)
-    frame = pamqp.frame.marshal(
-        header.ContentHeader(body_size=len(payload), properties=properties), 1
-    )
-    if len(frame) > bytes_max:
+    header_bytes = _HEADER_BYTES + len(properties.marshal())
+    if header_bytes > bytes_max:
         raise MessageRefused(
-            f"The headers have {len(frame)} bytes, but RabbitMQ allows {bytes_max} (frame_max). Make them smaller."
+            f"The headers have {header_bytes} bytes, but RabbitMQ allows {bytes_max} (frame_max). Make them smaller."
         )
     return payload, properties
 
