@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import signal
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka import Consumer
+from confluent_kafka.admin import AdminClient
 
 from tests.support.brokers.kafka import (
     PROTOCOLS,
     MakeRaw,
+    Nothing,
     committed,
     each_once,
     explained,
@@ -28,6 +33,7 @@ from tests.support.databases import Raw
 from tests.support.servers.control import ThrowawayKafka
 from tests.support.shop import create_effects, statuses
 from tests.support.waiting import DEADLINE_S, eventually
+from txbox.brokers.kafka import Kafka
 
 pytestmark = pytest.mark.brokers
 
@@ -213,3 +219,42 @@ def test_a_static_member_that_dies_while_it_gives_partitions_up_leaves_none_behi
         stack.enter_context(service(one, outputs[2]))
         produce(kafka_bootstrap, topic, range(40, 80))
         each_once(database, range(80))
+
+
+def test_a_member_that_closes_during_a_rebalance_leaves_the_group(kafka_bootstrap: str) -> None:
+    """Otherwise the others wait for the end of its session before they get what was about to be its."""
+    topic, group = new_topic(kafka_bootstrap, 6), new_group()
+    options = {"session.timeout.ms": 300_000, "heartbeat.interval.ms": 100}
+    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
+    join_states: set[str] = set()
+
+    def on_statistics(text: str) -> None:
+        join_states.add(json.loads(text)["cgrp"]["join_state"])
+
+    def members() -> int:
+        return len(admin.describe_consumer_groups([group])[group].result(DEADLINE_S).members)
+
+    with ExitStack() as stack:
+        others = [
+            stack.enter_context(closing(Consumer(Kafka(kafka_bootstrap, group=group, options=options)._config)))
+            for _ in range(2)
+        ]  # fmt: skip
+        for each in others:
+            each.subscribe([topic])
+
+        def each_has_three() -> bool:
+            for each in others:
+                each.poll(0.05)
+            return all(len(each.assignment()) == 3 for each in others)
+
+        eventually(each_has_three, "half of them for each")
+        watched = options | {"statistics.interval.ms": 50, "stats_cb": on_statistics}
+        one = Kafka(kafka_bootstrap, group=group, options=watched).consumer([topic], Nothing())
+        # a member, but without a partition until each of the others gives one up, which takes a poll
+        eventually(lambda: one.receive(1, 0.05) or "steady" in join_states, "its membership")
+        with ThreadPoolExecutor() as threads:
+            ends = threads.submit(one.close)
+            wait([ends], timeout=0.5)
+            eventually(lambda: [each.poll(0.05) for each in others] and ends.done(), "its end")
+            ends.result()
+        assert members() == 2

@@ -137,6 +137,12 @@ def is_cooperative(options: Mapping[str, Any]) -> bool:
     return protocol == "consumer" or "cooperative" in str(options.get(_STRATEGY))
 
 
+def leaves_by_request(options: Mapping[str, Any]) -> bool:
+    """Whether a member that closes asks to leave: static ones stay, those of KIP-848 leave with a heartbeat."""
+    protocol = str(options.get("group.protocol", "classic")).lower()
+    return protocol != "consumer" and options.get("group.instance.id") is None
+
+
 def producer_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the producer's options among those of Kafka(…), with its defaults.
 

@@ -29,6 +29,7 @@ from txbox.brokers.kafka.client import (
     checked_options,
     consumer_options,
     is_cooperative,
+    leaves_by_request,
     settings_of,
     text_of,
 )
@@ -50,6 +51,8 @@ _COMMIT_S = 0.5
 _ANSWER_S = 0.02
 _TEND_S = 0.5
 _PROBE_S = 1.0
+# how long a member that closes waits for a rebalance to end; a heartbeat is due every three seconds
+_LEAVE_S = 3.2
 # how often a missing topic is looked for while others are consumed
 _MISSING_S = 30.0
 #: every topic except internal ones, whose names begin with two underscores
@@ -226,7 +229,7 @@ class KafkaConsumer(Consumer):
         It gives its partitions back as at any rebalance, and the other one begins as a new member.
         """
         _log.info("%s: a topic was made again, which takes another client", self.name)
-        self._consumer.close()
+        self._leave(self._consumer)
         self._partitions.forget(self._partitions.values())
         self._held.clear()
         self._paused = self._subscribed = False
@@ -287,8 +290,23 @@ class KafkaConsumer(Consumer):
         finally:
             # a revocation inside close() has nothing to commit, either
             self._partitions.forget(self._partitions.values())
-            consumer.close()
+            self._leave(consumer)
             self._topic_ids.close()
+
+    def _leave(self, consumer: client.Consumer) -> None:
+        """Leave the group and close the client.
+
+        A client that closes during a rebalance stays in the group until its session ends, and nobody gets the
+        partitions that are being moved: without partitions it does not tell the group at all, and otherwise behind
+        a request that is answered only when all members have joined again. So it unsubscribes first, which the client
+        puts off to the end of the rebalance. The others hear of that with a heartbeat.
+        """
+        if not self._away and leaves_by_request(self._config):
+            consumer.unsubscribe()
+            until = time.monotonic() + _LEAVE_S
+            while consumer.memberid() and time.monotonic() < until:
+                consumer.poll(_ANSWER_S)
+        consumer.close()
 
     # -- messages and errors ------------------------------------------------------------------
 
@@ -542,7 +560,8 @@ class KafkaConsumer(Consumer):
                 # lost without notice: reading restarts at the last commit
                 self._partitions.forget([old])
             self._partitions.add(topic_partition.topic, topic_partition.partition)
-        starts = self._partitions.begin(consumer, partitions)
+        # one that closes gives them back in a moment
+        starts = partitions if self._closing else self._partitions.begin(consumer, partitions)
         if is_cooperative(self._config):
             consumer.incremental_assign(starts)
         else:
