@@ -15,7 +15,6 @@ from typing import Any, Self
 import psycopg
 import pytest
 
-from tests.support.brokers.rigs import Note, Rig
 from tests.support.brokers.trouble_service import rig_of
 from tests.support.databases import NewDatabase, representatives
 from tests.support.proxy import Proxy
@@ -24,6 +23,7 @@ from tests.support.servers.control import ThrowawayKafka
 from tests.support.waiting import DEADLINE_S, eventually, room
 from tests.support.warm import Warm
 from txbox import Outbox
+from txbox.testing.brokers import Note, Rig
 
 pytestmark = pytest.mark.brokers
 

@@ -14,12 +14,12 @@ import psycopg
 import pytest
 
 from tests.brokers.test_base_drain import FIXTURES, Run
-from tests.support.brokers.rigs import Note, Rig
 from tests.support.brokers.trouble_service import rig_of
 from tests.support.proxy import Proxy
 from tests.support.servers.control import ThrowawayKafka
 from tests.support.waiting import eventually
 from txbox import Outbox
+from txbox.testing.brokers import Note, Rig
 
 pytestmark = pytest.mark.brokers
 

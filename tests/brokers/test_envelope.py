@@ -19,7 +19,6 @@ from nats.aio.msg import Msg
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
-from tests.support.brokers.rigs import Alone
 from txbox import Headers, Message, UnusableMessage
 from txbox.brokers import envelope, nats, redis
 from txbox.brokers.base import Delivery
@@ -32,6 +31,7 @@ from txbox.brokers.sqs import SQS, Queue
 from txbox.errors import MessageRefused
 from txbox.identity import message_id
 from txbox.message import HeaderValue
+from txbox.testing.brokers import Alone
 
 Attributes = Mapping[str, HeaderValue]
 #: Makes a delivery of what a client would hand over: headers, payload, content type.

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.support.backup import Backup
-from tests.support.brokers.rigs import Alone
 from tests.support.databases import Raw
 from tests.support.servers import ROOT
 from tests.support.shop import CONSUMER, TOPIC, Shop, as_id, effects, opened, quarantined
@@ -24,6 +23,7 @@ from txbox import ConfigurationError, Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.file import File
 from txbox.errors import StoreUnavailable
+from txbox.testing.brokers import Alone
 
 
 class Kept(Alone):

@@ -14,7 +14,6 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from tests.support.brokers.conformance import SourceConformance
 from tests.support.brokers.kafka import (
     PROTOCOLS,
     MockCluster,
@@ -26,7 +25,6 @@ from tests.support.brokers.kafka import (
     produce,
     take,
 )
-from tests.support.brokers.rigs import Rig
 from tests.support.brokers.rigs.kafka import KafkaRig
 from tests.support.servers.control import ThrowawayKafka
 from tests.support.waiting import DEADLINE_S, eventually
@@ -39,6 +37,7 @@ from txbox.brokers.kafka.source import KafkaConsumer
 from txbox.errors import BrokerUnavailable, ConfigurationError
 from txbox.events import MessagesLost, TopicMissing
 from txbox.identity import message_id
+from txbox.testing.brokers import Rig, SourceConformance
 
 pytestmark = pytest.mark.brokers
 

@@ -13,20 +13,6 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from tests.support.brokers.kafka import MockCluster
-from tests.support.brokers.publisher_conformance import (
-    HOSTILE,
-    TIME,
-    WITHIN_S,
-    PublisherConformance,
-    arrived,
-    confirmed,
-    ids,
-    message,
-    milliseconds,
-    publisher_of,
-    several,
-)
-from tests.support.brokers.rigs import Rig
 from tests.support.brokers.rigs.kafka import KafkaRig
 from tests.support.servers.control import ThrowawayKafka, ThrowawayKafkaCluster
 from tests.support.waiting import DEADLINE_S, eventually
@@ -41,6 +27,19 @@ from txbox.errors import (
     MessageRefused,
     NotTried,
 )
+from txbox.testing.brokers import (
+    HOSTILE,
+    TIME,
+    WITHIN_S,
+    PublisherConformance,
+    Rig,
+    arrived,
+    confirmed,
+    ids,
+    message,
+    publisher_of,
+    several,
+)
 
 pytestmark = pytest.mark.brokers
 
@@ -50,7 +49,7 @@ class TestKafkaPublisher(PublisherConformance):
         (name, value.encode() if isinstance(value, str) else value) for name, value in HOSTILE
     )
     tombstones = True
-    time = milliseconds(TIME)
+    time = TIME.replace(microsecond=234000)
 
     @pytest.fixture
     def rig(self, kafka_bootstrap: str) -> Iterator[Rig]:

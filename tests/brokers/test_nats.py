@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 from nats.js.api import ConsumerConfig
 
-from tests.support.brokers.conformance import SourceConformance
 from tests.support.brokers.example_runs import booked, example
-from tests.support.brokers.rigs import Alone, Note, Rig
 from tests.support.brokers.rigs.nats import NatsRig
 from tests.support.proxy import Proxy
 from tests.support.servers.control import ThrowawayNats
@@ -25,6 +23,7 @@ from txbox.brokers.base import Delivery
 from txbox.brokers.nats import Nats, NatsConsumer
 from txbox.errors import BrokerError, BrokerUnavailable
 from txbox.identity import message_id
+from txbox.testing.brokers import Alone, Note, Rig, SourceConformance
 
 pytestmark = pytest.mark.brokers
 

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.brokers.publisher_conformance import (
+from tests.support.brokers.rigs.nats import NatsRig
+from tests.support.servers.control import ThrowawayNats
+from txbox.errors import DestinationRefused, MessageRefused, NotTried
+from txbox.testing.brokers import (
     HOSTILE,
     WITHIN_S,
     PublisherConformance,
@@ -17,9 +20,6 @@ from tests.support.brokers.publisher_conformance import (
     publisher_of,
     several,
 )
-from tests.support.brokers.rigs.nats import NatsRig
-from tests.support.servers.control import ThrowawayNats
-from txbox.errors import DestinationRefused, MessageRefused, NotTried
 
 pytestmark = pytest.mark.brokers
 

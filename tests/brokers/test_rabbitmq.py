@@ -17,7 +17,6 @@ from aio_pika.abc import AbstractChannel
 from pamqp.commands import Basic
 
 from tests.support.broker_fixtures import throwaway
-from tests.support.brokers.conformance import SourceConformance, each_once, service
 from tests.support.brokers.rabbitmq import (
     HOSTILE,
     STAND_IN,
@@ -33,17 +32,15 @@ from tests.support.brokers.rabbitmq import (
     publish_plain,
     received,
 )
-from tests.support.brokers.rigs import Note, Rig
 from tests.support.brokers.rigs.rabbitmq import RabbitMQRig
 from tests.support.servers.control import ThrowawayRabbitMQ
-from tests.support.shop import Shop
 from tests.support.waiting import DEADLINE_S, eventually
-from tests.support.workers import running, worker
 from txbox import ConfigurationError
 from txbox.brokers.facts import of_rabbitmq
 from txbox.brokers.rabbitmq import RabbitMQ
 from txbox.errors import BrokerUnavailable
 from txbox.identity import message_id
+from txbox.testing.brokers import Note, Rig, Serve, SourceConformance
 
 pytestmark = pytest.mark.brokers
 
@@ -65,20 +62,20 @@ class TestRabbitMQ(SourceConformance):
             with RabbitMQRig(server.url, server) as rig:
                 yield rig
 
-    def test_a_slow_handler_runs_once(self, impatient_rig: Rig, shop: Shop) -> None:
+    def test_a_slow_handler_runs_once(self, impatient_rig: Rig, serve: Serve) -> None:
         """Nothing extends a delivery here: the server closes its channel, and delivers it again."""
         go = threading.Event()
-        watched = service(shop, impatient_rig, lambda _: go.wait(DEADLINE_S))
+        service = serve(impatient_rig, lambda _: go.wait(DEADLINE_S))
         impatient_rig.publish(Note("m1"))
-        with running(worker(shop.app)) as codes:
-            eventually(lambda: len(watched.received) >= 2 and watched.received[-1].redelivered)
+        with service.running() as codes:
+            eventually(lambda: len(service.received) >= 2 and service.received[-1].redelivered)
             go.set()
-            eventually(lambda: watched.settled)
+            eventually(lambda: service.settled)
             impatient_rig.publish(Note("m2"))
-            eventually(lambda: shop.effects() == 2)
+            eventually(lambda: service.effects() == 2)
             assert codes == []
-        assert shop.calls == ["m1", "m2"]
-        each_once(shop, 2)
+        assert service.calls == ["m1", "m2"]
+        service.each_once(2)
         assert impatient_rig.outstanding() == 0
 
 

@@ -15,22 +15,7 @@ from aiormq.exceptions import AMQPConnectionError, ConnectionInternalError
 from pamqp import commands
 from yarl import URL
 
-from tests.support.brokers.publisher_conformance import (
-    HOSTILE,
-    KEYS,
-    TIME,
-    WITHIN_S,
-    PublisherConformance,
-    arrived,
-    confirmed,
-    ids,
-    message,
-    publisher_of,
-    several,
-    whole_seconds,
-)
 from tests.support.brokers.rabbitmq import on_server
-from tests.support.brokers.rigs import Rig
 from tests.support.brokers.rigs.rabbitmq import RabbitMQRig
 from tests.support.proxy import Proxy
 from tests.support.servers.control import ThrowawayRabbitMQ
@@ -45,6 +30,20 @@ from txbox.errors import (
     MessageRefused,
     NotTried,
 )
+from txbox.testing.brokers import (
+    HOSTILE,
+    KEYS,
+    TIME,
+    WITHIN_S,
+    PublisherConformance,
+    Rig,
+    arrived,
+    confirmed,
+    ids,
+    message,
+    publisher_of,
+    several,
+)
 
 pytestmark = pytest.mark.brokers
 
@@ -52,7 +51,7 @@ pytestmark = pytest.mark.brokers
 class TestRabbitMQPublisher(PublisherConformance):
     # a table has each name once: what is repeated becomes an array, which is JSON to the source
     headers = (*(pair for pair in HOSTILE if pair[0] != "twice"), ("twice", '["1", "2"]'))
-    time = whole_seconds(TIME)
+    time = TIME.replace(microsecond=0)
 
     @pytest.fixture
     def rig(self, rabbitmq_url: str) -> Iterator[Rig]:

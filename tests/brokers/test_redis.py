@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.brokers.conformance import SourceConformance
 from tests.support.brokers.example_runs import booked, example
-from tests.support.brokers.rigs import Alone, Rig
 from tests.support.brokers.rigs.redis import GROUP, RedisRig
 from tests.support.servers.control import ThrowawayRedis
 from tests.support.waiting import eventually
@@ -21,6 +19,7 @@ from txbox.brokers.redis import RedisConsumer, RedisStreams
 from txbox.errors import BrokerError, BrokerUnavailable
 from txbox.events import MessagesLost
 from txbox.identity import message_id
+from txbox.testing.brokers import Alone, Rig, SourceConformance
 
 pytestmark = pytest.mark.brokers
 

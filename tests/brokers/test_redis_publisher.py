@@ -9,18 +9,6 @@ from typing import Any
 import pytest
 import redis
 
-from tests.support.brokers.publisher_conformance import (
-    HOSTILE,
-    WITHIN_S,
-    PublisherConformance,
-    arrived,
-    confirmed,
-    ids,
-    message,
-    publisher_of,
-    several,
-)
-from tests.support.brokers.rigs import Rig
 from tests.support.brokers.rigs.redis import RedisRig
 from tests.support.servers.control import ThrowawayRedis
 from txbox import Message
@@ -32,6 +20,18 @@ from txbox.errors import (
     DestinationRefused,
     MessageRefused,
     NotTried,
+)
+from txbox.testing.brokers import (
+    HOSTILE,
+    WITHIN_S,
+    PublisherConformance,
+    Rig,
+    arrived,
+    confirmed,
+    ids,
+    message,
+    publisher_of,
+    several,
 )
 
 pytestmark = pytest.mark.brokers

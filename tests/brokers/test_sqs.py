@@ -11,9 +11,7 @@ from typing import Any, cast
 import pytest
 from botocore.awsrequest import AWSResponse
 
-from tests.support.brokers.conformance import SourceConformance
 from tests.support.brokers.example_runs import booked, example
-from tests.support.brokers.rigs import Note, Pairs, Rig
 from tests.support.brokers.rigs.sqs import ACCESS, SqsRig
 from tests.support.servers.control import ThrowawayElasticMQ
 from tests.support.shop import CONSUMER, Shop, add_effect, opened
@@ -23,6 +21,7 @@ from txbox import ConfigurationError, Message
 from txbox.brokers.base import Delivery
 from txbox.brokers.sqs import SQS
 from txbox.errors import BrokerError, BrokerUnavailable
+from txbox.testing.brokers import Note, Pairs, Rig, SourceConformance
 
 pytestmark = pytest.mark.brokers
 

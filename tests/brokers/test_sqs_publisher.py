@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 from botocore.awsrequest import AWSResponse
 
-from tests.support.brokers.publisher_conformance import (
+from tests.support.brokers.rigs.sqs import ACCESS, SqsRig
+from tests.support.servers.control import ThrowawayElasticMQ
+from txbox import Message
+from txbox.brokers.sqs import SQS
+from txbox.errors import DestinationRefused, MessageRefused
+from txbox.testing.brokers import (
     WITHIN_S,
     PublisherConformance,
+    Rig,
     arrived,
     confirmed,
     ids,
@@ -19,12 +25,6 @@ from tests.support.brokers.publisher_conformance import (
     publisher_of,
     several,
 )
-from tests.support.brokers.rigs import Rig
-from tests.support.brokers.rigs.sqs import ACCESS, SqsRig
-from tests.support.servers.control import ThrowawayElasticMQ
-from txbox import Message
-from txbox.brokers.sqs import SQS
-from txbox.errors import DestinationRefused, MessageRefused
 
 pytestmark = pytest.mark.brokers
 

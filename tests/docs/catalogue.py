@@ -46,10 +46,15 @@ def faults() -> list[Fault]:
     return rows
 
 
+def _path(test: str) -> str:
+    """From the root: the suites of the brokers are in the source."""
+    return test if test.startswith("src/") else f"tests/{test}"
+
+
 @cache
 def _tests_in(file: str) -> frozenset[str]:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    path = ROOT / "tests" / file
+    path = ROOT / _path(file)
     if not path.is_file():
         return frozenset()
     return frozenset(
@@ -74,7 +79,7 @@ def page() -> str:
             parts.append(
                 f"\n## {heading}\n\n| # | fault | becomes | status | tests |\n|---|---|---|---|---|\n"
             )
-        tests = ", ".join(f"`tests/{test}`" for test in fault.tests) or fault.why_none
+        tests = ", ".join(f"`{_path(test)}`" for test in fault.tests) or fault.why_none
         status = "tested" if fault.tests else "not detectable"
         parts.append(
             f"| {fault.number} | {fault.name} | {fault.outcome or '-'} | {status} | {tests} |\n"

@@ -9,7 +9,7 @@ from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs/reliability/promises.md").read_text()
 _ROW = re.compile(r"^\| (\d+\.\d+) \| (.+) \| (.+) \| (.+) \|$", re.MULTILINE)
-_TEST = re.compile(r"`(tests/[a-z_/0-9]+\.py)::(test_\w+)`")
+_TEST = re.compile(r"`((?:tests|src/txbox/testing)/[a-z_/0-9]+\.py)::(test_\w+)`")
 _FILE = re.compile(r"`([a-z_/]+\.(?:py|sql))`")
 _CITED = re.compile(r"\b[Pp]romises? (\d+\.\d+(?:(?:, | and | to |, and )\d+\.\d+)*)")
 

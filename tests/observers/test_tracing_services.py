@@ -14,7 +14,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from tests.support.brokers.rigs import Rig
 from tests.support.brokers.rigs.kafka import KafkaRig
 from tests.support.brokers.rigs.rabbitmq import RabbitMQRig
 from tests.support.brokers.rigs.redis import RedisRig
@@ -28,6 +27,7 @@ from txbox.brokers.redis import RedisStreams
 from txbox.errors import BrokerError
 from txbox.observers.tracing import Tracing
 from txbox.policy import RelayPolicy
+from txbox.testing.brokers import Rig
 
 pytestmark = pytest.mark.brokers
 

@@ -14,7 +14,6 @@ import pytest
 
 from tests.chaos.databases import PostgresNode
 from tests.support.brokers.kafka import committed, new_group, new_topic, produce
-from tests.support.brokers.rigs import notes
 from tests.support.brokers.rigs.redis import RedisRig
 from tests.support.databases import Raw, require
 from tests.support.proxy import Proxy
@@ -28,6 +27,7 @@ from tests.support.workers import running, worker
 from txbox import App, Message
 from txbox.brokers.kafka import Kafka
 from txbox.events import CommitsLost, Event
+from txbox.testing.brokers import notes
 
 pytestmark = [pytest.mark.slow, pytest.mark.brokers]
 

@@ -7,9 +7,9 @@ import json
 import os
 from typing import Any
 
-from tests.support.brokers.rigs import Rig
 from txbox import App, Message
 from txbox.observers import logging
+from txbox.testing.brokers import Rig
 from txbox.worker import pump, relay
 
 _RIGS = {

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tests.support.servers import ROOT, ServerError, UnavailableError
-from tests.support.waiting import DEADLINE_S
+from tests.support.waiting import DEADLINE_S, eventually
 
 MAX_PORTS = 4  # the most that one server takes
 #: From here on Linux lends ports to connections: one that is free now is a client's a moment later.
@@ -206,6 +206,26 @@ class ServerDirectory:
             time.sleep(0.02)
         _kill_group(pid)
         (self.directory / "pid").unlink(missing_ok=True)
+
+    @contextmanager
+    def hung(self) -> Iterator[None]:
+        """Meanwhile its processes stand still: they accept connections, and say nothing."""
+        leader = self._pid()
+        assert leader is not None, f"{self.name} does not run"
+        os.killpg(leader, signal.SIGSTOP)
+        # on a busy machine its threads answer for a moment more
+        threads = Path(f"/proc/{leader}/task")
+        eventually(
+            lambda: all(
+                stat.read_text().rpartition(")")[2].split()[0] == "T"
+                for stat in threads.glob("*/stat")
+            ),
+            "every thread stopped",
+        )
+        try:
+            yield
+        finally:
+            os.killpg(leader, signal.SIGCONT)
 
     def remove(self) -> None:
         """Kill it and delete everything it wrote."""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from tests.support.brokers.rigs import Note, Rig
+from tests.support.brokers.rigs import ServerRig
 from tests.support.waiting import DEADLINE_S, eventually
-from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
+from txbox.testing.brokers import Note, Rig
 
 
-class KafkaRig(Rig):
+class KafkaRig(ServerRig):
+    lacks: ClassVar = {
+        "native ids": "a record has a key, and no id",
+        "rival": "the one partition has one owner, who would get back what was taken from it",
+    }
     payloads = (*Rig.payloads, None)
     headers = tuple(  # values are bytes
         (name, value.encode() if isinstance(value, str) else value) for name, value in Rig.headers
@@ -81,8 +84,3 @@ class KafkaRig(Rig):
             return high - max(low, front.offset)
         finally:
             consumer.close()
-
-    @contextmanager
-    def rival(self) -> Iterator[Callable[[], Sequence[Delivery]]]:
-        """Nobody: the one partition has one owner, who would get back what was taken from it."""
-        yield lambda: ()

@@ -6,21 +6,22 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import nats
 from nats.js.errors import ServerError
 
-from tests.support.brokers.rigs import Note, Rig, Server
+from tests.support.brokers.rigs import ServerRig
 from tests.support.waiting import eventually
 from txbox.brokers.nats import Nats
+from txbox.testing.brokers import Note, Rig, Server
 
 DURABLE = "shop"
 
 
-class NatsRig(Rig):
-    native_ids = True
+class NatsRig(ServerRig):
+    lacks: ClassVar = {"tombstones": "what has no payload has an empty one"}
     cloud_events = "ce-"
     # a line each: what ends a line cannot be in it
     headers = tuple(pair for pair in Rig.headers if pair[1] is not None)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from pamqp.commands import Basic
 
 from tests.support.brokers.rabbitmq import declare, left, on_server, publish_plain
-from tests.support.brokers.rigs import Note, Rig
+from tests.support.brokers.rigs import ServerRig
 from tests.support.servers.control import ThrowawayRabbitMQ
 from txbox.brokers.rabbitmq import RabbitMQ
+from txbox.testing.brokers import Note, Rig
 
 
-class RabbitMQRig(Rig):
-    native_ids = True
-    weak_ids = False  # a delivery tag names nothing beyond its channel
+class RabbitMQRig(ServerRig):
+    lacks: ClassVar = {
+        "weak ids": "a delivery tag names nothing beyond its channel",
+        "tombstones": "what has no body has an empty one",
+    }
     cloud_events = "cloudEvents:"
     # a table has each name once
     headers = tuple(dict(Rig.headers).items())

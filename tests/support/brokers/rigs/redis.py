@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import redis
 
-from tests.support.brokers.rigs import Note, Rig
+from tests.support.brokers.rigs import ServerRig
 from txbox.brokers.redis import RedisStreams
+from txbox.testing.brokers import Note, Rig
 
 GROUP = "shop"
 
 
-class RedisRig(Rig):
+class RedisRig(ServerRig):
+    lacks: ClassVar = {
+        "native ids": "an entry has the id of its place in the stream",
+        "tombstones": "a field without a value is an empty one",
+    }
     headers = tuple(  # fields have names and bytes, and nothing else
         (name, value.encode() if isinstance(value, str) else value)
         for name, value in Rig.headers

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import boto3
 from types_boto3_sqs import SQSClient
 
-from tests.support.brokers.rigs import Note, Rig, Server
+from tests.support.brokers.rigs import ServerRig
 from txbox.brokers.sqs import SQS
+from txbox.testing.brokers import Note, Server
 
 ACCESS: dict[str, Any] = {
     "region_name": "elasticmq",
@@ -19,7 +20,11 @@ ACCESS: dict[str, Any] = {
 }
 
 
-class SqsRig(Rig):
+class SqsRig(ServerRig):
+    lacks: ClassVar = {
+        "native ids": "the broker makes its own",
+        "tombstones": "no message is without a body",
+    }
     cloud_events = "ce-"
     payloads = ("grüß dich \U0001f600".encode(),)
     headers = (("bytes", b"\xff\x00\xfe"), ("text", "é\U0001f600"))
