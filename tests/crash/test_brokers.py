@@ -6,10 +6,11 @@ import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.crash.brokers import runs
+from tests.crash.brokers import page, results, runs
 from tests.crash.brokers.runs import Case
 from tests.support.databases import BY_NAME, require
 
@@ -49,3 +50,18 @@ def test_killed_workers_lose_and_double_nothing(case: Case, pool: ProcessPoolExe
         assert not ended.checked.wrong, (ended.case.point, ended.checked, ended.notes)
         assert ended.checked.effects == ended.checked.sent
     assert "I2 lost" in caught.result().checked.wrong
+
+
+def test_the_page_is_what_the_figures_say(tmp_path: Path) -> None:
+    """And the file has one line for all points of a sweep that became the same."""
+    kept = results.Results()
+    kept.load()
+    assert "\n".join(page.tables(kept)) in page.PAGE.read_text()
+    again = results.Results(tmp_path / "crashes.json")
+    again.about = kept.about
+    for each in kept:
+        again.add(each)
+    again.save()
+    assert (tmp_path / "crashes.json").read_text() == results.FILE.read_text()
+    assert len(list(kept)) > 2000
+    assert len(results.FILE.read_text().splitlines()) < 300

@@ -131,7 +131,8 @@ def _points(swept: Sequence[Result]) -> Iterator[str]:
     brokers = _brokers(swept)
     yield "| point | " + " | ".join(brokers) + " |"
     yield "|---|" + "---|" * len(brokers)
-    for point in sorted({sweep.point for sweep in swept if sweep.point != "none"}, key=_place):
+    points = {sweep.point for sweep in swept if sweep.point != "none"}
+    for point in sorted(points, key=lambda point: (_place(point), point)):
         cells = [
             _cell([sweep for sweep in swept if (sweep.broker, sweep.point) == (broker, point)])
             for broker in brokers

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from tests.crash.brokers.checker import Checked
 from tests.support.servers import ROOT
@@ -71,12 +72,13 @@ class Results:
     def load(self) -> None:
         if not self._path.exists():
             return
-        found = json.loads(self._path.read_text())
-        self.about = found["about"]
-        for values in found["results"]:
-            read = Result(**dict(zip(found["columns"], values, strict=True)))
-            read = Result(**{**asdict(read), "wrong": tuple(read.wrong)})
-            self._lines[read.key] = read
+        read = json.loads(self._path.read_text())
+        self.about = read["about"]
+        for row in read["results"]:
+            where, figures, (wrong, points) = row[:3], row[3:-2], row[-2:]
+            for point in points:
+                values = [*where, point, *figures, tuple(wrong)]
+                self.add(Result(*values))
 
     def forget(self, broker: str, database: str, path: str) -> None:
         """A sweep begins anew: points that are passed no more disappear."""
@@ -88,12 +90,17 @@ class Results:
         self._lines[added.key] = added
 
     def save(self) -> None:
-        columns = list(Result.__dataclass_fields__)
-        rows = [json.dumps([getattr(each, name) for name in columns]) for each in self]
+        """One line for each sweep and what became of its points: most became the same."""
+        alike: dict[tuple[Any, ...], list[str]] = {}
+        for each in self:
+            broker, database, path, point, *figures = astuple(each)
+            alike.setdefault((broker, database, path, *figures), []).append(point)
+        columns = [field.name for field in fields(Result) if field.name != "point"]
+        rows = [json.dumps([*figures, points]) for figures, points in alike.items()]
         self._path.parent.mkdir(exist_ok=True)
         body = ",\n".join(rows)
         self._path.write_text(
-            f'{{"about": {json.dumps(self.about, indent=1)},\n"columns": {json.dumps(columns)},\n'
+            f'{{"about": {json.dumps(self.about, indent=1)},\n"columns": {json.dumps([*columns, "points"])},\n'
             f'"results": [\n{body}\n]}}\n'
         )
 
