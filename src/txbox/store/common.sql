@@ -604,7 +604,7 @@ UPDATE txbox_inbox
 -- In arrival order; for replaying as another consumer, or replaying a processed row.
 SELECT [message starts]
   FROM txbox_inbox
- WHERE consumer = :consumer::text AND has_payload AND arrival > :after::bigint
+ WHERE [kept] AND arrival > :after::bigint
    AND [is message_id]
    AND [is status]
    AND [is topic]

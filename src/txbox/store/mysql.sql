@@ -34,8 +34,9 @@
 -- fragment: outbox_by_due = txbox_outbox FORCE INDEX (txbox_outbox_due)
 -- fragment: inbox_by_due = txbox_inbox FORCE INDEX (txbox_inbox_due)
 
+-- fragment: kept = consumer = :consumer AND has_payload = TRUE
 -- fragment: kept_rows
-txbox_inbox FORCE INDEX (txbox_inbox_due) WHERE consumer = :consumer AND has_payload = TRUE
+txbox_inbox FORCE INDEX (txbox_inbox_due) WHERE [kept]
  ORDER BY starts, next_attempt_at, arrival
 
 -- fragment: skip_locked = FOR UPDATE SKIP LOCKED

@@ -30,7 +30,9 @@ extract(epoch FROM clock_timestamp() - CASE [moment] WHEN 'infinity' THEN '9999-
 -- fragment: outbox_by_due = txbox_outbox
 -- fragment: inbox_by_due = txbox_inbox
 -- fragment: look = SELECT
--- fragment: kept_rows = txbox_inbox WHERE consumer = :consumer::text AND has_payload ORDER BY arrival
+-- The conditions of the index txbox_inbox_kept, and of no other.
+-- fragment: kept = consumer = :consumer::text COLLATE "POSIX" AND has_payload > false
+-- fragment: kept_rows = txbox_inbox WHERE [kept] ORDER BY arrival
 -- fragment: skip_locked = FOR UPDATE SKIP LOCKED
 -- fragment: for_update = FOR UPDATE
 
@@ -631,7 +633,7 @@ SELECT mod(extract(epoch FROM clock_timestamp())::numeric, 86400)::double precis
 -- For consumers that keep payloads of processed messages for a limited time; the key and the hash stay.
 WITH old AS MATERIALIZED (
        SELECT consumer, message_id FROM txbox_inbox
-        WHERE consumer = :consumer::text AND status = 'processed' AND has_payload
+        WHERE [kept] AND status = 'processed'
           AND processed_at < [ago :older_than_s]
         LIMIT :limit::integer
           FOR UPDATE SKIP LOCKED)

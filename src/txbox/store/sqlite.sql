@@ -30,7 +30,8 @@
 -- fragment: outbox_by_due = txbox_outbox INDEXED BY txbox_outbox_due
 -- fragment: inbox_by_due = txbox_inbox
 -- fragment: look = SELECT
--- fragment: kept_rows = txbox_inbox WHERE consumer = :consumer AND has_payload ORDER BY arrival
+-- fragment: kept = consumer = :consumer AND has_payload
+-- fragment: kept_rows = txbox_inbox WHERE [kept] ORDER BY arrival
 -- fragment: skip_locked =
 -- fragment: for_update =
 -- fragment: durable =
