@@ -32,7 +32,10 @@ settings.configure(
 django.setup()
 """
 # pages whose blocks are parts of an example's files, with the test that runs these
-_PARTS = {"docs/howto/alembic.md": "examples/alembic_shop"}  # tests/integrations/test_alembic.py
+_PARTS = {
+    "docs/howto/alembic.md": "examples/alembic_shop",  # tests/integrations/test_alembic.py
+    "docs/howto/write-a-source.md": "examples",  # tests/testing/test_brokers.py
+}
 
 
 def _python(page: Page) -> str:

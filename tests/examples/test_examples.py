@@ -112,6 +112,17 @@ def test_pytest_billing(tmp_path: Path) -> None:
     assert "3 passed" in printed
 
 
+def test_pytest_spool(tmp_path: Path) -> None:
+    """Two points here; tests/testing/test_brokers.py runs them all."""
+    for name in ("spool.py", "pytest_spool.py"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    points = "producers or killed_and_comes_back"
+    words = ("-q", "-rs", "-p", "no:cacheprovider", "pytest_spool.py", "-k", points)
+    printed = _run("-m", "pytest", *words, cwd=tmp_path)
+    assert "1 passed, 1 skipped" in printed
+    assert "SpoolRig lacks server" in printed
+
+
 def test_settings_service(
     tmp_path: Path, new_database: NewDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

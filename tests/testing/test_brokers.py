@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.docs.pages import ROOT, Page
 from tests.examples.programs import EXAMPLES
 from txbox.testing import brokers
 from txbox.testing.brokers import PublisherConformance, Rig, SourceConformance
@@ -24,6 +25,7 @@ sys.path.append(str(EXAMPLES))
 _EXAMPLE: Any = import_module("pytest_spool")
 rig, TestSpool, TestSpoolPublisher = _EXAMPLE.rig, _EXAMPLE.TestSpool, _EXAMPLE.TestSpoolPublisher
 
+PAGE = Page(ROOT / "docs/howto/write-a-source.md")
 TEXT = (EXAMPLES / "spool.py").read_text()
 
 
@@ -184,3 +186,20 @@ class TestWrongSources(_Wrong, SourceConformance):
 
 class TestWrongPublishers(_Wrong, PublisherConformance):
     many = 100
+
+
+def test_the_page_is_the_example_and_shows_its_defects() -> None:
+    assert len(TEXT.splitlines()) < 200
+    typed = "".join(block.text for block in PAGE.blocks() if block.language == "python")
+    files = TEXT + (EXAMPLES / "pytest_spool.py").read_text()
+    assert typed.split() == files.split()
+    for wrong in DEFECTS.values():
+        points = ", ".join(f"`{name}`" for name in wrong.points)
+        assert f"| {wrong.does} | {points} |" in PAGE.text
+    for name, what in brokers.CAPABILITIES.items():
+        assert f"| `{name}` | {what} |" in PAGE.text
+
+
+def test_a_rig_cannot_lack_what_nobody_knows() -> None:
+    with pytest.raises(TypeError, match="sever is none of native ids"):
+        type("Wrong", (Rig,), {"lacks": {"sever": "misspelt"}})

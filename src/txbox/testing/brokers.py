@@ -161,9 +161,8 @@ class Rig(ABC):
 
     def __init_subclass__(cls) -> None:
         if unknown := set(cls.lacks) - set(CAPABILITIES):
-            raise TypeError(
-                f"{cls.__name__}.lacks names {unknown}: it may name {', '.join(CAPABILITIES)}"
-            )
+            names = ", ".join(sorted(unknown))
+            raise TypeError(f"{cls.__name__}.lacks: {names} is none of {', '.join(CAPABILITIES)}.")
 
     def __init__(self, address: str, server: Server | None = None) -> None:
         self.address = address
