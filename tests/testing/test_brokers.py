@@ -6,6 +6,7 @@ By default a defect meets the first of its points; `make test-slow` has it meet 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import pytest
 
 from tests.docs.pages import ROOT, Page
 from tests.examples.programs import EXAMPLES
+from txbox.brokers import base
 from txbox.testing import brokers
 from txbox.testing.brokers import PublisherConformance, Rig, SourceConformance
 
@@ -203,3 +205,18 @@ def test_the_page_is_the_example_and_shows_its_defects() -> None:
 def test_a_rig_cannot_lack_what_nobody_knows() -> None:
     with pytest.raises(TypeError, match="sever is none of native ids"):
         type("Wrong", (Rig,), {"lacks": {"sever": "misspelt"}})
+
+
+def test_every_point_says_which_promise_it_is_about_and_what_to_do() -> None:
+    promises = re.findall(
+        r"^\| (\d+\.\d+) \|", (ROOT / "docs/reliability/promises.md").read_text(), re.MULTILINE
+    )
+    for suite in (SourceConformance, PublisherConformance):
+        points = {name: test for name, test in vars(suite).items() if name.startswith("test_")}
+        assert len(points) > 10
+        for name, test in points.items():
+            promise = test.promise
+            if promise not in promises:
+                kind, method = promise.split(".")
+                assert getattr(getattr(base, kind), method).__doc__, promise
+            assert len(test.__doc__ or "") > 60, name

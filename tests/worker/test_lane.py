@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Literal
 
 import pytest
@@ -15,14 +16,15 @@ from tests.support.shop import AT_ONCE, CONSUMER, TOPIC, Shop, add_effect, opene
 from tests.support.sources import Memory
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.support.workers import running, worker
-from txbox import Batching, Message
+from txbox import Batching, Limits, Message
 from txbox.app import App
 from txbox.brokers.base import Delivery
-from txbox.events import MessageDuplicate
+from txbox.events import MessageDuplicate, MessageInFlight
 from txbox.handlers import Handler
 from txbox.processing.attempt import BatchSize
 from txbox.processing.intake import Mode
 from txbox.session import Session
+from txbox.testing import another_process
 
 MESSAGES = 300
 
@@ -343,3 +345,28 @@ def test_rows_of_the_table_run_in_batches(shop: Shop, monkeypatch: pytest.Monkey
     assert sum(sizes) == shop.effects() == 60
     assert statuses(shop.raw) == {"processed": 60}
     assert shop.raw.value("SELECT sum(starts) FROM txbox_inbox") == 0
+
+
+def test_what_another_transaction_holds_is_settled_when_that_has_ended(postgresql_url: str) -> None:
+    """Promise 2.7: the worker keeps it, and claims it again itself."""
+    entered, go = threading.Event(), threading.Event()
+
+    def hold(_message: Message[Any], _tx: Any) -> None:
+        entered.set()
+        assert go.wait(DEADLINE_S)
+
+    with opened(postgresql_url, limits=Limits(lock_timeout=timedelta(milliseconds=100))) as shop:
+        shop.handler(hold)
+        source = Memory([paid("a")], endless=True)
+        shop.app.consume(source)
+        elsewhere = threading.Thread(target=another_process(shop.app).process, args=(paid("a"),))
+        elsewhere.start()
+        assert entered.wait(DEADLINE_S)
+        with running(worker(shop.app)):
+            eventually(lambda: len(shop.emitted(MessageInFlight)) > 1)
+            assert source.settled == []
+            go.set()
+            eventually(lambda: source.has_settled(1))
+        elsewhere.join(DEADLINE_S)
+        assert shop.emitted(MessageDuplicate)
+        assert (shop.effects(), statuses(shop.raw)) == (1, {"processed": 1})

@@ -292,6 +292,7 @@ def point(promise: str, *, needs: str = "") -> Callable[[Test], Test]:
                 )
                 raise
 
+        vars(run)["promise"] = promise
         return cast("Test", run)
 
     return decorate
