@@ -480,7 +480,7 @@ def test_what_others_have_not_committed_is_not_waited_for(
     held.do(stage % "b")
     held.do(aside % "b")
     other.begin(statement("SET SESSION innodb_lock_wait_timeout = 1"))
-    stray = {"from_route": route, "topic": "t", "type": None, "cause_consumer": None}
+    stray = {"from_route": route, "topic": "t", "type": None, "cause_consumer": None, "due_s": 0.0}
     adopt = dialect.statement("relay_adopt", {**stray, "route": "local", "limit": 10})
     assert other.execute(adopt).count == 1
     ids = [f"a{number}", *(f"c{number} {each}" for each in range(20))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -234,14 +235,12 @@ def test_an_outbox_without_an_app_keeps_the_order_with_one_that_has(
     assert broker.bodies == list(range(6))
 
 
-def test_a_release_with_other_consumers_takes_what_the_last_one_left(
+def test_a_release_with_more_consumers_takes_what_the_last_one_left(
     database_url: str, plain_connection: Connect, raw: Look
 ) -> None:
-    """One deployment adds a consumer, another removes one: the rows in between still belong to this App."""
     look = raw(database_url)
     with App(database_url) as app:
         app.handler(TOPIC, consumer="stock")(handle)
-        app.handler("other", consumer="old")(handle)
         stage(app, plain_connection, database_url)
     with App(database_url) as app, apps(database_url, consumes_it_locally) as (other,):
         app.handler(TOPIC, consumer="alerts")(handle)
@@ -250,6 +249,38 @@ def test_a_release_with_other_consumers_takes_what_the_last_one_left(
         assert consumers(look) == []
         drain(app)
     assert consumers(look) == [("alerts", 3), ("stock", 3)]
+
+
+def test_rows_for_a_consumer_that_this_release_lacks_are_left_to_the_next_one_for_a_minute(
+    database_url: str, plain_connection: Connect, raw: Look
+) -> None:
+    """Deployed first where it stages, a release loses nothing for its new consumer, if its relays follow in time; and
+    what a removed consumer shares with others reaches those.
+    """
+    look = raw(database_url)
+    with App(database_url) as next_release, App(database_url) as this_one:
+        for consumer in ("alerts", "stock"):
+            next_release.handler(TOPIC, consumer=consumer)(handle)
+        this_one.handler(TOPIC, consumer="stock")(handle)
+        stage(next_release, plain_connection, database_url)
+        drain(this_one)
+        assert consumers(look) == [], "they are left to the next release"
+        drain(next_release)
+        assert consumers(look) == [("alerts", 3), ("stock", 3)]
+        look.execute("DELETE FROM txbox_inbox")
+
+        stage(next_release, plain_connection, database_url)
+        with plain_connection(database_url) as tx:
+            next_release.outbox.stage(tx, TOPIC, "later", delay=timedelta(hours=1), type="t")
+            tx.commit()
+        look.execute(
+            "UPDATE txbox_outbox SET staged_at = '2020-01-01', available_at = '2020-01-01' "
+            "WHERE available_at = staged_at"
+        )
+        drain(this_one)
+    assert consumers(look) == [("stock", 3)], "nobody has come for them"
+    ((route,),) = look.rows("SELECT route FROM txbox_outbox")
+    assert _text(route) == "local:alerts,stock", "it is not due yet"
 
 
 def test_what_a_handler_stages_without_an_app_goes_where_its_app_says(

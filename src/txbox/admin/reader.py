@@ -110,7 +110,7 @@ def routes_for(app: Application, route: str, topic: str, kind: str | None, cause
         if (served.name == route or (not route and served.names(topic)))
         and (served.destination is not None or app.handlers.matching(topic, kind))
     }
-    if not names and app.routes.adopts(route, topic, kind, cause):
+    if not names and app.routes.adopts_after(route, topic, kind, cause) is not None:
         names.add(app.routes.local)
     return names
 

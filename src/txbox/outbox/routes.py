@@ -23,6 +23,8 @@ _NAME_BYTES = 200
 # a program may make up its topics
 _ROUTES_MAX = 1_000
 _CONSUMER_BYTES = 60
+# how long the rows of a newer release wait for its relays
+_NEWER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,22 +166,31 @@ class Routes:
             self._local = (len(self._handlers), name)
         return name
 
-    def adopts(self, route: str, topic: str, kind: str | None, cause_consumer: str | None) -> bool:
-        """Whether this app's consumers take rows whose route it does not know.
+    def adopts_after(
+        self, route: str, topic: str, kind: str | None, cause_consumer: str | None
+    ) -> float | None:
+        """Return for how many seconds rows whose route this app does not know must be due until it takes them.
 
-        True in three cases: this app staged the rows for one of these consumers when it had other consumers, or no
+        Not None in three cases: this app staged the rows for one of these consumers when it had other consumers, or no
         handler for them; or a handler of this app staged them by an Outbox without an App; or any App may consume
         them, and their topic does not also come from a broker.
+
+        Returns: 0.0 takes them before they are due, too. None never takes them.
         """
         consumers = self._handlers.consumers()
         if not self._handlers.matching(topic, kind) or not self._is_wanted(topic):
-            return False
+            return None
         if route == LOCAL:
-            return not self._arrives(topic)
+            return None if self._arrives(topic) else 0.0
         if not route:
-            return cause_consumer in consumers and self.of(topic, kind) == self.local
-        named = route.removesuffix(_UNHANDLED).removeprefix(f"{LOCAL}:").split(",")
-        return not {_short(consumer) for consumer in consumers}.isdisjoint(named)
+            mine = cause_consumer in consumers and self.of(topic, kind) == self.local
+            return 0.0 if mine else None
+        named = set(route.removesuffix(_UNHANDLED).removeprefix(f"{LOCAL}:").split(","))
+        known = named.intersection(_short(consumer) for consumer in consumers)
+        if not known:
+            return None
+        # the others were removed from this app, or are new: then a relay of the next release has them
+        return 0.0 if known == named else _NEWER_S
 
     def _published(self, topic: str) -> Route | None:
         return next((route for route in self._named if topic in route.topics), self._others)

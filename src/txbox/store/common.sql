@@ -1199,6 +1199,7 @@ UPDATE txbox_outbox SET route = :route::text
  WHERE id IN (SELECT id FROM txbox_outbox
                WHERE status = 'pending' AND token IS NULL AND route = :from_route::text AND topic = :topic::text
                  AND [same type, :type::text] AND [same cause_consumer, :cause_consumer::text]
+                 AND (:due_s::double precision = 0 OR available_at <= [ago :due_s])
                LIMIT :limit::integer
                [skip_locked])
 

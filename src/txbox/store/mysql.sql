@@ -634,6 +634,7 @@ DELETE outbox FROM [outgoing_of id]
 UPDATE (SELECT id FROM txbox_outbox
          WHERE status = 'pending' AND token IS NULL AND route = :from_route AND topic = :topic
            AND type <=> :type AND cause_consumer <=> :cause_consumer
+           AND (:due_s = 0 OR available_at <= [ago :due_s])
          LIMIT :limit
            FOR UPDATE SKIP LOCKED) AS stray
        STRAIGHT_JOIN txbox_outbox AS outbox FORCE INDEX (PRIMARY) ON outbox.id = stray.id

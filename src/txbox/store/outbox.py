@@ -309,24 +309,32 @@ class OutboxStore:
         return any(scope.fits(topic, kind) for topic, kind in result.rows)
 
     async def adopt(
-        self, db: Session, route: str, adopts: Callable[[str, str, str | None, str | None], bool]
+        self,
+        db: Session,
+        route: str,
+        adopts_after: Callable[[str, str, str | None, str | None], float | None],
     ) -> bool:
         """Assign a route to rows for consumers on this database that have another route, or none.
 
         Args:
-            adopts: whether rows of a given route, topic, type and cause's consumer belong here.
+            adopts_after: for how many seconds rows of a given route, topic, type and cause's consumer must be due
+                until they belong here; 0 is before they are, and None never.
 
         Returns: whether there were any.
         """
         result = await db.alone(self.dialect.statement("relay_strays", {"route": route}))
-        strays = [row for row in result.rows if adopts(*row)]
-        for stray in strays:
+        adopted = False
+        for stray in result.rows:
+            due_s = adopts_after(*stray)
+            if due_s is None:
+                continue
             sort = dict(zip(("from_route", "topic", "type", "cause_consumer"), stray, strict=True))
             count = _ADOPTED
             while count == _ADOPTED:
-                params = {**sort, "route": route, "limit": _ADOPTED}
+                params = {**sort, "route": route, "due_s": due_s, "limit": _ADOPTED}
                 count = (await self.dialect.run(db, "relay_adopt", params)).count
-        return bool(strays)
+                adopted = adopted or count > 0
+        return adopted
 
 
 def _within(wanted: Iterable[_Candidate], payload_bytes: int) -> list[_Candidate]:
