@@ -80,7 +80,7 @@ def header_value(value: Any) -> HeaderValue:
     return base64.b64decode(value["b64" if "b64" in value else "base64"], validate=True)
 
 
-_NO_HEADERS = Headers()
+NO_HEADERS = Headers()
 # typed Any until a handler's annotation decides how to decode it
 _NOT_DECODED: Any = None
 _assign, _new = object.__setattr__, object.__new__
@@ -207,7 +207,7 @@ class Message(Generic[Body]):
         id: str | int | None = None,  # noqa: A002
         type: str | None = None,  # noqa: A002
         key: str | None = None,
-        headers: HeaderPairs = _NO_HEADERS,
+        headers: HeaderPairs = NO_HEADERS,
         content_type: str | None = None,
         time: datetime | None = None,
         sequence: int | None = None,

@@ -279,14 +279,14 @@ def test_a_queue_that_stays_full_is_not_waited_for_beyond_the_time() -> None:
     polled: list[float] = []
 
     class Full:
-        def produce(self, **_: Any) -> None:
+        def produce(self, *_: Any, **__: Any) -> None:
             raise BufferError
 
         def poll(self, timeout: float) -> None:
             polled.append(timeout)
 
     full: Any = Full()
-    Kafka("localhost:1").publisher()._send(full, {"topic": "orders"}, 0.0, print)
+    Kafka("localhost:1").publisher()._send(full, ("orders", b"", None, 0, []), 0.0, print)
     assert polled == []
 
 

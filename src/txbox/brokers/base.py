@@ -376,7 +376,9 @@ class Batch:
         A message that cannot be converted gets its refusal as the answer instead, and stops its key.
         """
         for at, message in enumerate(self.messages):
-            if (topic is None or message.topic == topic) and not self.is_behind(at):
+            if (topic is None or message.topic == topic) and not (
+                self._stopped and self.is_behind(at)
+            ):
                 try:
                     entry = entry_of(message)
                 except MessageRefused as refusal:

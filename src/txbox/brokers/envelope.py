@@ -10,7 +10,6 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -146,25 +145,32 @@ class Transport:
             origin=origin,
         )
 
-    def headers(self, message: Message[Any]) -> Iterator[Pair]:
-        """Yield the headers a message is sent with: those of its fields, then its own.
+    def headers(self, message: Message[Any]) -> list[Pair]:
+        """Return the headers a message is sent with: those of its fields, then its own.
 
         A header for something that is also a field, native or not, is left out: the field wins.
         """
-        fields = {
-            _ID: (self.id, None if message.id is None else str(message.id)),
-            _TYPE: (self.type, message.type),
-            _KEY: (self.key, message.key),
-            _CONTENT_TYPE: (self.content_type, message.content_type),
-            _TIME: (self.time, None if message.time is None else message.time.isoformat()),
-        }
-        silenced: set[str] = set()
-        for plain, (name, value) in fields.items():
-            if value is not None:
-                silenced |= {plain, (name or plain).lower()}
-                if name is not None:
-                    yield name, value
-        yield from (pair for pair in message.headers if pair[0].lower() not in silenced)
+        fields = (
+            (_ID, self.id, message.id),
+            (_TYPE, self.type, message.type),
+            (_KEY, self.key, message.key),
+            (_CONTENT_TYPE, self.content_type, message.content_type),
+            (_TIME, self.time, message.time),
+        )
+        pairs: list[Pair] = [
+            (name, value.isoformat() if isinstance(value, datetime) else str(value))
+            for _, name, value in fields
+            if name is not None and value is not None
+        ]
+        if message.headers:
+            silenced = {
+                header
+                for plain, name, value in fields
+                if value is not None
+                for header in (plain, (name or plain).lower())
+            }
+            pairs += [pair for pair in message.headers if pair[0].lower() not in silenced]
+        return pairs
 
     def payload(self, message: Message[Any]) -> bytes:
         """Return the payload, for a transport without tombstones.

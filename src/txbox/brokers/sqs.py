@@ -825,7 +825,7 @@ def _entry_of(message: Message[Any], *, fifo: bool) -> dict[str, Any]:
     body, encoding = _body(SQS_TRANSPORT.payload(message))
     markers = {} if encoding is None else {_BODY: _attribute(encoding)}
     grouped = fifo and message.key is not None and _TOKEN.fullmatch(message.key) is not None
-    pairs = list((SQS_GROUPED if grouped else SQS_TRANSPORT).headers(message))
+    pairs = (SQS_GROUPED if grouped else SQS_TRANSPORT).headers(message)
     attributes, rest = _divided(pairs, _ATTRIBUTES_MAX - len(markers) - 1)
     if rest:
         markers[PACKED] = _attribute(json.dumps([_packed(pair) for pair in rest]))

@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 
 from txbox.boundaries import Boundary, blamed
 from txbox.errors import StoreUnavailable, TxboxError, UnreadableMessage, UnusableMessage
-from txbox.message import Headers, HeaderValue, Message, headers_in
+from txbox.message import NO_HEADERS, Headers, HeaderValue, Message, headers_in
 from txbox.policy import CREDENTIAL_HEADERS, Redaction
 from txbox.store.dialect import as_time
 
@@ -138,7 +138,7 @@ def decode_headers(text: str | None) -> Headers:
         ValueError, TypeError, KeyError, RecursionError: it is something else.
     """
     if not text:
-        return Headers()
+        return NO_HEADERS
     # the list of names may have grown since the row was written
     return without_credentials(headers_in(text))
 

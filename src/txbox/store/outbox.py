@@ -6,10 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import starmap
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from txbox.errors import LONGEST, UnreadableMessage
-from txbox.message import Headers, Message
+from txbox.message import NO_HEADERS, Message
 from txbox.session import Result, Session, Statement, Transaction
 from txbox.store.codec import Columns, Row
 from txbox.store.dialect import Dialect, as_time
@@ -23,8 +25,7 @@ _BACK_S = 1.0
 _ADOPTED = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
+class Staged(NamedTuple):
     """A row leased by a relay.
 
     Args:
@@ -43,6 +44,11 @@ class Staged:
         """The message's id, which is never None here."""
         return str(self.message.id)
 
+    @property
+    def run(self) -> tuple[str, str | None]:
+        """The topic and key whose rows are sent in order, unless the key is None."""
+        return self.message.topic, self.message.key
+
 
 @dataclass(slots=True)
 class LeasedPage:
@@ -57,12 +63,12 @@ class LeasedPage:
     more: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     id: str
     number: int
     topic: str
     key: str | None
+    available_at: Any
     size_bytes: int
     type: str | None
 
@@ -194,26 +200,21 @@ class OutboxStore:
         return self.dialect.statement("relay_page", params, scope.rows)
 
     def _page(self, result: Result) -> list[_Candidate]:
-        if result.rows:
-            last = result.rows[-1]
-            self._after = (last[4], last[1])
-        return [
-            _Candidate(id_, number, topic, key, size, kind)
-            for id_, number, topic, key, _, size, kind in result.rows
-        ]
+        page = list(starmap(_Candidate, result.rows))
+        if page:
+            self._after = (page[-1].available_at, page[-1].number)
+        return page
 
     async def _eligible(
         self, db: Transaction, page: Sequence[_Candidate], scope: RelayScope
     ) -> list[_Candidate]:
         """Return the rows with nothing of their key ahead of them except rows of this page."""
-        page = sorted(page, key=lambda row: row.number)
-        keys: dict[tuple[str, str], list[int]] = {}
-        for row in page:
-            if row.key is not None:
-                keys.setdefault((row.topic, row.key), []).append(row.number)
+        page = sorted(page, key=attrgetter("number"))
+        keys = Counter((row.topic, row.key) for row in page if row.key is not None)
         if not keys:
-            return list(page)
-        wanted = [(route, topic, key) for topic, key in keys for route in scope.routes(topic)]
+            return page
+        routes_of = {topic: scope.routes(topic) for topic in {topic for topic, _ in keys}}
+        wanted = [(route, topic, key) for topic, key in keys for route in routes_of[topic]]
         routes, topics, names = zip(*wanted, strict=True)
         heads = await db.execute(
             self.dialect.statement(
@@ -228,11 +229,13 @@ class OutboxStore:
             if scope.fits(topic, kind):
                 first[topic, key] = min(head, first.get((topic, key), head))
                 counts[topic, key] += count
+        if counts == keys:
+            return page
         return [
             row
             for row in page
             if row.key is None
-            or counts[row.topic, row.key] == len(keys[row.topic, row.key])
+            or counts[row.topic, row.key] == keys[row.topic, row.key]
             or first.get((row.topic, row.key)) == row.number
         ]
 
@@ -240,22 +243,22 @@ class OutboxStore:
         self, wanted: Sequence[_Candidate], result: Result
     ) -> tuple[list[Staged], list[str]]:
         """Return the rows that were leased, in order, and the ids to release at once."""
-        rows = sorted((self._staged(row) for row in result.rows), key=lambda row: row.number)
+        rows = sorted(map(self._staged, result.rows), key=attrgetter("number"))
+        if len(rows) == len(wanted):
+            return rows, []
         leased = {row.id for row in rows}
         # another relay was faster with an earlier row of the key, so the later rows must stay behind it
         overtaken = {
             (row.topic, row.key) for row in wanted if row.key is not None and row.id not in leased
         }
-        behind = [row.id for row in rows if (row.message.topic, row.message.key) in overtaken]
-        return [
-            row for row in rows if (row.message.topic, row.message.key) not in overtaken
-        ], behind
+        behind = [row.id for row in rows if row.run in overtaken]
+        return [row for row in rows if row.run not in overtaken], behind
 
     def _staged(self, row: Sequence[Any]) -> Staged:
         (row_id, number, topic, kind, key, content_type, headers, payload, key_id, at, attempts) = (
             row[:11]
         )
-        carried, unreadable = Headers(), None
+        carried, unreadable = NO_HEADERS, None
         try:
             bound = Row(None, row_id)
             carried = self.columns.headers_back(headers, bound)

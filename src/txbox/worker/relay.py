@@ -204,9 +204,9 @@ class Relay:
         ]
         if not failures:
             return rows
-        keys = {_key(row) for row, *_ in failures if row.message.key is not None}
+        keys = {row.run for row, *_ in failures if row.message.key is not None}
         readable = [row for row in rows if row.unreadable is None]
-        behind = [row.id for row in readable if _key(row) in keys]
+        behind = [row.id for row in readable if row.run in keys]
         statements = [statement for _, statement, _ in failures]
         if behind:
             statements.append(self._store.release(behind, token=token))
@@ -214,7 +214,7 @@ class Relay:
         for (*_, event), result in zip(failures, results or (), strict=False):
             if result.count:
                 self._app.events.emit(event)
-        return [row for row in readable if _key(row) not in keys]
+        return [row for row in readable if row.run not in keys]
 
     def _next_lease(self) -> Callable[..., Coroutine[Any, Any, LeasedPage]]:
         """Return the query for the next rows: of all topics that take some, or of one whose pause is over."""
@@ -318,12 +318,12 @@ class Relay:
                     confirmed.append(row)
                     continue
                 # of a run the first one pays
-                if isinstance(answer, NotTried) or _key(row) in stopped:
+                if isinstance(answer, NotTried) or row.run in stopped:
                     unsent.append(row)
                 else:
                     failed.append((row, answer))
                 if row.message.key is not None:
-                    stopped.add(_key(row))
+                    stopped.add(row.run)
             if unsent or self._paused_topics:
                 reachable = self._pause_topics(wave, answers)
                 paused = self._paused_topics
@@ -365,11 +365,13 @@ class Relay:
         rows: list[Staged], unsent: list[Staged], failed: Sequence[tuple[Staged, Exception]]
     ) -> list[Staged]:
         """Move rows behind one of their key that was not sent to `unsent`; returns the others."""
+        if not (rows and (unsent or failed)):
+            return rows
         first: dict[tuple[str, str | None], int] = {}
         for row in (*unsent, *(row for row, _ in failed)):
             if row.message.key is not None:
-                first[_key(row)] = min(row.number, first.get(_key(row), row.number))
-        behind = {row.id for row in rows if first.get(_key(row), row.number) < row.number}
+                first[row.run] = min(row.number, first.get(row.run, row.number))
+        behind = {row.id for row in rows if first.get(row.run, row.number) < row.number}
         unsent += [row for row in rows if row.id in behind]
         return [row for row in rows if row.id not in behind]
 
@@ -449,16 +451,16 @@ class Relay:
             half = (len(wave) + 1) // 2
             first = self._published(wave[:half], within_s)
             stopped = {
-                _key(row)
+                row.run
                 for row, answer in zip(wave, first, strict=False)
                 if answer is not None and row.message.key is not None
             }
-            rest = [row for row in wave[half:] if _key(row) not in stopped]
+            rest = [row for row in wave[half:] if row.run not in stopped]
             second = iter(self._published(rest, within_s) if rest else ())
             behind = NotTried("An earlier message of its key was not sent.")
             return [
                 *first,
-                *(behind if _key(row) in stopped else next(second) for row in wave[half:]),
+                *(behind if row.run in stopped else next(second) for row in wave[half:]),
             ]
 
     def _trace(
@@ -788,14 +790,10 @@ def _wave(rows: Sequence[Staged]) -> tuple[list[Staged], list[Staged]]:
     rest: list[Staged] = []
     keys: set[tuple[str, str | None]] = set()
     for row in rows:
-        key = _key(row)
+        key = row.run
         if len(wave) == _WAVE or (row.message.key is not None and key in keys):
             rest.append(row)
             continue
         keys.add(key)
         wave.append(row)
     return wave, rest
-
-
-def _key(row: Staged) -> tuple[str, str | None]:
-    return row.message.topic, row.message.key

@@ -80,7 +80,9 @@ _OF_THE_TOPIC = REFUSALS | {
 _NEVER = _OF_THE_BATCH | {KafkaError.TOPIC_EXCEPTION, KafkaError.UNSUPPORTED_FOR_MESSAGE_FORMAT}
 
 _Report = Callable[[Any, Any], None]
-_Entry = tuple[int, dict[str, Any]]
+#: Topic, value, key, time in milliseconds and headers.
+_Record = tuple[str, bytes | None, bytes | None, int, list[tuple[str, str | bytes | None]]]
+_Entry = tuple[int, _Record]
 
 
 class KafkaPublisher:
@@ -182,12 +184,15 @@ class KafkaPublisher:
         return not ended
 
     def _send(
-        self, producer: client.Producer, record: dict[str, Any], until: float, report: _Report
+        self, producer: client.Producer, record: _Record, until: float, report: _Report
     ) -> bool:
         """Queue a message; returns False if there was no room for it in time."""
         while True:
             try:
-                producer.produce(**record, on_delivery=report)
+                topic, value, key, timestamp, headers = record
+                producer.produce(
+                    topic, value, key, on_delivery=report, timestamp=timestamp, headers=headers
+                )
             except BufferError:
                 if time.monotonic() > until:
                     return False
@@ -278,10 +283,10 @@ class _Batch(Batch):
 
     def report(self, at: int, error: KafkaError | None, _: object) -> None:
         """Record a delivery report. One that says the client gave up is not an answer from the broker."""
-        topic = self.messages[at].topic
         if error is None:
             self.answer(at, None)
         elif error.code() not in _PURGED | _ENDED:
+            topic = self.messages[at].topic
             self.answer(at, _error_of(error, topic))
             if error.code() in _OF_THE_BATCH:
                 self.refused[topic, error.code()].append(at)
@@ -302,23 +307,18 @@ class _Batch(Batch):
         return suspects
 
 
-def _record(message: Message[Any]) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "topic": message.topic,
-        "value": message.payload,
-        "key": None if message.key is None else utf8(message.key),
-        "headers": [
-            (name, utf8(value) if isinstance(value, str) else value)
-            for name, value in KAFKA.headers(message)
-        ],
-    }
+def _record(message: Message[Any]) -> _Record:
     for text in (message.topic, *message.headers.names()):
         if b"\0" in utf8(text):
             raise MessageRefused("Kafka does not allow NUL in a topic or a header name.")
-    if message.time is not None:
-        # 0 would mean now, and times before it do not exist
-        record["timestamp"] = max(0, int(message.time.timestamp() * 1000))
-    return record
+    headers: list[tuple[str, str | bytes | None]] = [
+        (name, utf8(value) if isinstance(value, str) else value)
+        for name, value in KAFKA.headers(message)
+    ]
+    key = None if message.key is None else utf8(message.key)
+    # 0 means now, and times before it do not exist
+    timestamp = 0 if message.time is None else max(0, int(message.time.timestamp() * 1000))
+    return message.topic, message.payload, key, timestamp, headers
 
 
 def _error_of(error: KafkaError, topic: str) -> BrokerError:
