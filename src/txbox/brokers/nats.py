@@ -833,6 +833,8 @@ class _PublishingClient(Client):
         self._inbox = self.new_inbox()
         self._call = 0
         self._waiting: set[int] = set()
+        # so many may be under way before whoever waits goes on
+        self._wanted = 0
         # of keys with a message under way, what is behind it
         self._behind: dict[Any, deque[tuple[int, _Frame]]] = {}
         self._changed = asyncio.Event()
@@ -851,11 +853,10 @@ class _PublishingClient(Client):
                 self._behind[run].append((at, frame))
                 continue
             self._behind[run] = deque()
-            while len(self._waiting) >= _WINDOW:
-                await self._flushed()
+            if len(self._waiting) >= _WINDOW:
+                await self._flushed(_WINDOW // 2)
             await self._send(at, frame)
-        while self._waiting:
-            await self._flushed()
+        await self._flushed(0)
 
     async def _send(self, at: int, frame: _Frame) -> None:
         self._waiting.add(at)
@@ -864,26 +865,28 @@ class _PublishingClient(Client):
         await self._send_command(_hpub(subject, f"{self._inbox}.{self._call}-{at}", block, payload))
 
     async def _send_next(self, batch: Batch, at: int) -> None:
-        """Send what is behind this message in its key, unless it was not taken."""
+        """Send what is behind this message in its key, at once, unless it was not taken."""
         run = run_of(batch.messages[at], at)
         behind = self._behind.get(run)
         while behind:
             following, frame = behind.popleft()
             if batch.may_follow(following):
                 await self._send(following, frame)
+                await self._flush_pending()
                 return
         self._behind.pop(run, None)
 
-    async def _flushed(self) -> None:
-        self._changed.clear()
-        await self._flush_pending()
-        if not self.is_connected:
-            raise nats.errors.ConnectionClosedError
-        try:
-            await asyncio.wait_for(self._changed.wait(), LAST_WORD_S)
-        except TimeoutError:
-            # time to check the connection again
-            return
+    async def _flushed(self, waiting: int) -> None:
+        """Send what is buffered, and wait until no more than so many messages are under way."""
+        self._wanted = waiting
+        while len(self._waiting) > waiting:
+            self._changed.clear()
+            await self._flush_pending()
+            if not self.is_connected:
+                raise nats.errors.ConnectionClosedError
+            # not for ever: time to check the connection again
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), LAST_WORD_S)
 
     async def _acknowledged(self, got: Msg) -> None:
         batch = self.batch
@@ -897,7 +900,8 @@ class _PublishingClient(Client):
             # before it leaves, so that there is no moment in which nothing seems to be under way
             await self._send_next(batch, at)
             self._waiting.discard(at)
-        self._changed.set()
+        if len(self._waiting) <= self._wanted:
+            self._changed.set()
 
     def cut(self) -> None:
         """Close the connection without sending what is still buffered."""
