@@ -248,12 +248,10 @@ class Relay:
 
     def _adopt(self) -> None:
         """Adopt rows of an earlier or later release of this app, which had other consumers."""
-        adopts_after = self._app.routes.adopts_after
+        after = self._app.routes.adopts_after
         adopted = None
         try:
-            adopted = self._with_retries(
-                lambda db: self._store.adopt(db, self._route.name, adopts_after)
-            )
+            adopted = self._with_retries(lambda db: self._store.adopt(db, self._route.name, after))
         except Exception as error:  # noqa: BLE001  # see contain
             self._app.protocol.contain(Boundary.RELAY, error, retry_in_s=self._adopts.pause_s)
         if adopted:
