@@ -167,7 +167,7 @@ def test_callers_see_no_transaction() -> None:
     def wrapper(*args: Any, **kwargs: Any) -> None: ...
 
     body().update(wrapper)
-    assert str(inspect.signature(wrapper)) == "(amount: int, *, fail: bool = False) -> 'str'"
+    assert str(inspect.signature(wrapper)) == "(amount: int, *, fail: bool = False) -> str"
     assert list(wrapper.__annotations__) == ["amount", "fail", "return"]
     assert wrapper.__name__ == "pay"
 

@@ -115,7 +115,8 @@ class Body:
             parameters=[
                 each.replace(annotation=hints.get(each.name, each.annotation))
                 for each in self.signature.parameters.values()
-            ]
+            ],
+            return_annotation=hints.get("return", self.signature.return_annotation),
         )
 
     def __call__(
