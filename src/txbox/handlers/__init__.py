@@ -762,7 +762,8 @@ class Handlers:
             raise ConfigurationError(
                 f"{handler.name} is registered while a worker of this App runs: register handlers before it starts."
             )
-        if topic != consumer and EFFECT_PREFIX in (
+        # the second is a tool of an agent, which a worker carries out
+        if topic not in (consumer, EFFECT_PREFIX + consumer) and EFFECT_PREFIX in (
             topic[: len(EFFECT_PREFIX)],
             consumer[: len(EFFECT_PREFIX)],
         ):
