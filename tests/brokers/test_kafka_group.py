@@ -251,9 +251,13 @@ def test_a_member_that_closes_during_a_rebalance_leaves_the_group(kafka_bootstra
         watched = options | {"statistics.interval.ms": 50, "stats_cb": on_statistics}
         one = Kafka(kafka_bootstrap, group=group, options=watched).consumer([topic], Nothing())
         # a member, but without a partition until each of the others gives one up, which takes a poll
-        eventually(lambda: one.receive(1, 0.05) or "steady" in join_states, "its membership")
         with ThreadPoolExecutor() as threads:
-            ends = threads.submit(one.close)
+            try:
+                eventually(
+                    lambda: one.receive(1, 0.05) or "steady" in join_states, "its membership"
+                )
+            finally:
+                ends = threads.submit(one.close)
             wait([ends], timeout=0.5)
             eventually(lambda: [each.poll(0.05) for each in others] and ends.done(), "its end")
             ends.result()
