@@ -29,6 +29,8 @@ ID_BYTES_MAX = 255
 TEXT_BYTES_MAX = 1024
 #: An effect's consumer and topic are this plus its name.
 EFFECT_PREFIX = "effect:"
+#: What the topic of an agent's tool begins with, before its consumer; no effect of that name is meant.
+TOOL_PREFIX = f"{EFFECT_PREFIX}tool:"
 #: A tombstone's hash. No payload hashes to it, not even the empty one.
 TOMBSTONE_HASH = bytes(32)
 #: Prefixes of CloudEvents attributes in headers, in lower case; every source understands all of them.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.effect import AT_ONCE, add_effect
-from txbox import App
+from txbox import App, Lease
 from txbox.integrations.agents import CallRefused, CallWaiting, once, run
 from txbox.worker import Worker
 
@@ -69,7 +69,8 @@ class Moments:
 
 def shop(url: str, moment: Any = lambda: None) -> tuple[App, Any]:
     """An App and its tool."""
-    app = App(url, observers=[])
+    # a killed worker's calls are taken back soon, and it may be killed often
+    app = App(url, observers=[], lease=Lease(duration=timedelta(seconds=2), max_starts=1000))
     begin = app.transaction
 
     @contextmanager

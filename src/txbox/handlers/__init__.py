@@ -19,6 +19,7 @@ from txbox.errors import ConfigurationError, Reject, UnusableMessage, check_dura
 from txbox.handlers.body import Decoder, decoder_for
 from txbox.identity import (
     EFFECT_PREFIX,
+    TOOL_PREFIX,
     PayloadHash,
     check_fields,
     check_headers,
@@ -762,8 +763,8 @@ class Handlers:
             raise ConfigurationError(
                 f"{handler.name} is registered while a worker of this App runs: register handlers before it starts."
             )
-        # the second is a tool of an agent, which a worker carries out
-        if topic not in (consumer, EFFECT_PREFIX + consumer) and EFFECT_PREFIX in (
+        # a worker carries tools of agents out, too
+        if topic not in (consumer, TOOL_PREFIX + consumer) and EFFECT_PREFIX in (
             topic[: len(EFFECT_PREFIX)],
             consumer[: len(EFFECT_PREFIX)],
         ):

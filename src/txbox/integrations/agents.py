@@ -36,7 +36,7 @@ from txbox.errors import (
 )
 from txbox.handlers import Options, is_async_function
 from txbox.handlers.body import as_json, decoder_for
-from txbox.identity import EFFECT_PREFIX, TEXT_BYTES_MAX, canonical_id
+from txbox.identity import TEXT_BYTES_MAX, TOOL_PREFIX, canonical_id
 from txbox.inbox import Acceptance, Inbox
 from txbox.integrations.once import Body
 from txbox.message import Message
@@ -473,7 +473,7 @@ class _Tool:
     @property
     def _topic(self) -> str:
         # as of an effect: no source brings it
-        return EFFECT_PREFIX + self.consumer
+        return TOOL_PREFIX + self.consumer
 
     def _message(self, call: _Call) -> Message[Any]:
         return Message(
