@@ -1001,7 +1001,7 @@ _RELAY = (
         "relay-takes-what-is-leased",
         "A relay that has seen a row takes it, although another has leased it since.",
         "store/postgresql.sql",
-        "AND available_at <= now()\n           AND route IN (:route::text, '')",
+        "AND available_at <= now()\n                AND route IN (:route::text, '')",
         "AND route IN (:route::text, '')",
         model=_ATOMIC_LEASE,
         machine=_NO_OUTBOX,
