@@ -649,7 +649,8 @@ class SQSPublisher:
         batch = Batch(SQS_TRANSPORT.name, messages, within_s)
         self._connect(within_s)
         topics = list(dict.fromkeys(message.topic for message in messages))
-        in_time = _side_by_side([partial(self._find, batch, topic) for topic in topics], batch)
+        unknown = [topic for topic in topics if topic not in self._queues]
+        in_time = _side_by_side([partial(self._find, batch, topic) for topic in unknown], batch)
         queues = [self._queues[topic] for topic in topics if topic in self._queues]
         jobs: list[Callable[[], None]] = []
         for queue in queues:
@@ -678,8 +679,6 @@ class SQSPublisher:
             self._client = self._users or _new_client(self._options, within_s)
 
     def _find(self, batch: Batch, topic: str) -> None:
-        if topic in self._queues:
-            return
         at = [index for index, message in enumerate(batch.messages) if message.topic == topic]
         url = self._urls.get(topic, topic)
         if "/" not in url and not _QUEUE.fullmatch(url):

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -294,13 +294,14 @@ class Relay:
         confirmed: list[Staged] = []
         failed: list[tuple[Staged, Exception]] = []
         unsent: list[Staged] = []
-        remaining = list(rows)
+        refused: Collection[str] = ()
         reachable = True
-        while remaining:
-            if self._runs:
-                wave, remaining = remaining[:_WAVE], remaining[_WAVE:]
-            else:
-                wave, remaining = _wave(remaining)
+        for part in _waves(rows, runs=self._runs):
+            unsent += [row for row in part if row.message.topic in refused]
+            wave = [row for row in part if row.message.topic not in refused]
+            wave = self._behind(wave, unsent, failed)
+            if not wave:
+                continue
             answers = (
                 self._answers(wave, within_s)
                 if reachable and not self._stop() and time.monotonic() < until
@@ -324,10 +325,7 @@ class Relay:
                     stopped.add(row.run)
             if unsent or self._paused_topics:
                 reachable = self._pause_topics(wave, answers)
-                paused = self._paused_topics
-                unsent += [row for row in remaining if row.message.topic in paused]
-                remaining = [row for row in remaining if row.message.topic not in paused]
-            remaining = self._behind(remaining, unsent, failed)
+                refused = self._paused_topics
         points.at("relay:published")
         self._record(confirmed, failed, unsent, token, started)
         points.at("relay:marked")
@@ -782,16 +780,15 @@ class Relays:
         ]
 
 
-def _wave(rows: Sequence[Staged]) -> tuple[list[Staged], list[Staged]]:
-    """Return the first row of each key and the rows without a key, up to `_WAVE`; and the rest."""
-    wave: list[Staged] = []
-    rest: list[Staged] = []
-    keys: set[tuple[str, str | None]] = set()
+def _waves(rows: Sequence[Staged], *, runs: bool) -> list[list[Staged]]:
+    """Divide rows into what is published together, up to `_WAVE`; without `runs`, with one row of each key."""
+    waves: list[list[Staged]] = [[]]
+    earlier: dict[tuple[str, str | None], int] = {}
     for row in rows:
-        key = row.run
-        if len(wave) == _WAVE or (row.message.key is not None and key in keys):
-            rest.append(row)
-            continue
-        keys.add(key)
-        wave.append(row)
-    return wave, rest
+        number = earlier.get(row.run, 0)
+        if number == len(waves):
+            waves.append([])
+        waves[number].append(row)
+        if not runs and row.message.key is not None:
+            earlier[row.run] = number + 1
+    return [wave[at : at + _WAVE] for wave in waves for at in range(0, len(wave), _WAVE)]
