@@ -10,7 +10,7 @@ PYTEST := $(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal
 # Containers like to set it. Then every process of the suite, and it starts thousands, compiles all it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help dev demo demo-data check format test test-brokers test-slow test-clusters test-matrix test-ui test-contract crash crash-brokers chaos models mutants fuzz bench bench-peers bench-soak docs test-docs dist servers servers-down clean
+.PHONY: help dev demo demo-data check format test test-brokers test-slow test-clusters test-vitess test-matrix test-ui test-contract crash crash-brokers chaos models mutants fuzz bench bench-peers bench-soak docs test-docs dist servers servers-down clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,10 @@ test-slow: dev ## What takes minutes, one by one: not part of `make test`
 
 test-clusters: dev ## Nodes killed: of Galera, of MySQL Group Replication, and a PostgreSQL whose standby lacks the last commits
 	@$(BIN)/pytest -v -m slow tests/scenarios/test_clusters.py tests/scenarios/test_failover.py $(ARGS)
+
+test-vitess: dev ## Vitess, which Go builds once in a quarter of an hour: unsharded, an App for each shard, processes killed
+	@$(PY) -m tests.support.servers.vitess
+	@$(BIN)/pytest -v -m slow tests/scenarios/test_vitess.py $(ARGS)
 
 test-matrix: dev ## Newer and older servers and Pythons, one by one, an hour in all; writes docs/versions.md
 	@$(PY) -m tests.release.matrix $(ARGS)

@@ -60,10 +60,13 @@ _SESSION = (
     "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
     (
         "SET SESSION sql_mode = CONCAT(REPLACE(@@SESSION.sql_mode, 'NO_BACKSLASH_ESCAPES', 'STRICT_ALL_TABLES'), "
-        "',STRICT_ALL_TABLES'), sql_safe_updates = 0, sql_select_limit = 18446744073709551615, sql_big_selects = 1, "
+        "',STRICT_ALL_TABLES'), sql_safe_updates = 0, sql_select_limit = {limit}, sql_big_selects = 1, "
         "completion_type = 'NO_CHAIN'"
     ),
 )
+_NO_LIMIT = "18446744073709551615"
+# what vtgate says that it is; any limit of its own would be put behind GET_LOCK, which it then refuses
+_VITESS, _NO_LIMIT_OF_VTGATE = "-Vitess", "DEFAULT"
 _OPTIONS = frozenset({"charset", "unix_socket", "ssl_ca", "ssl_cert", "ssl_key"})
 # methods that set something without a statement
 _SETTERS = ("select_db", "set_charset", "set_character_set")
@@ -162,7 +165,8 @@ class _Connections(Pool["MysqlConnection"]):
             connection = MysqlConnection(raw, database, is_async=is_async)
             try:
                 cursor = raw.cursor()
-                await _done(cursor.execute(_SESSION[1]), is_async)
+                limit = _NO_LIMIT_OF_VTGATE if _VITESS in raw.get_server_info() else _NO_LIMIT
+                await _done(cursor.execute(_SESSION[1].format(limit=limit)), is_async)
                 await _done(cursor.close(), is_async)
                 connection.changed = None
                 check_session(raw)

@@ -435,7 +435,7 @@ SELECT GET_LOCK(CONCAT('txbox.', SHA2(DATABASE(), 224)), 3600)
 SELECT RELEASE_LOCK(CONCAT('txbox.', SHA2(DATABASE(), 224)))
 
 -- name: session
--- What `schema.unfit` judges. SHOW VARIABLES would be cut off by sql_select_limit, which a LIMIT overrides.
+-- What `schema.unfit` judges; 0 is no limit to Vitess. SHOW VARIABLES would be cut off by sql_select_limit, which a LIMIT overrides.
 SELECT 'character_set_client', CAST(@@character_set_client AS CHAR)
  UNION ALL
 SELECT 'character_set_connection', CAST(@@character_set_connection AS CHAR)
@@ -446,10 +446,20 @@ SELECT 'sql_mode', CAST(@@sql_mode AS CHAR)
  UNION ALL
 SELECT 'sql_safe_updates', CAST(@@sql_safe_updates AS CHAR)
  UNION ALL
-SELECT 'sql_select_limit', CAST(@@sql_select_limit AS CHAR)
+SELECT 'sql_select_limit',
+       CAST(CASE WHEN @@sql_select_limit = 0 AND @@version LIKE '%-Vitess' THEN ~0 ELSE @@sql_select_limit END AS CHAR)
  UNION ALL
 SELECT 'completion_type', CAST(@@completion_type AS CHAR)
+ UNION ALL
+SELECT 'vitess', CASE WHEN @@version LIKE '%-Vitess' THEN 1 END
  LIMIT 10
+
+-- name: keyspace
+-- Behind a UNION it would be the tablet's database.
+SELECT DATABASE()
+
+-- name: keyspace_shards
+SHOW VITESS_SHARDS
 
 -- name: guard_check
 -- The savepoint protects transactional tables only.

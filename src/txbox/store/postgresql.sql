@@ -184,6 +184,9 @@ SET CONSTRAINTS ALL IMMEDIATE
 -- A statement of the handler cannot be refused once it runs.
 SELECT set_config('statement_timeout', :limit_ms::text, true)
 
+-- nothing: keyspace keyspace_shards
+-- Vitess speaks MySQL.
+
 -- nothing: rehearse_references
 -- rehearse_constraints checks them.
 

@@ -203,7 +203,16 @@ async def session_settings(db: Transaction, dialect: Dialect) -> dict[str, str]:
     if not dialect.has("session"):
         return {}
     result = await db.execute(dialect.statement("session"))
-    return {str(name): "" if value is None else str(value) for name, value in result.rows}
+    settings = {str(name): "" if value is None else str(value) for name, value in result.rows}
+    if settings.pop("vitess", ""):
+        ((keyspace,),) = (await db.execute(dialect.statement("keyspace"))).rows
+        # a connection to one shard has its name here, and cannot ask for the others
+        if ":" not in str(keyspace):
+            shards = (await db.execute(dialect.statement("keyspace_shards"))).rows
+            beginning = str(keyspace).partition("@")[0] + "/"
+            count = sum(str(name).startswith(beginning) for (name,) in shards)
+            settings["keyspace_shards"] = str(count)
+    return settings
 
 
 def unfit(settings: Mapping[str, str]) -> dict[str, SchemaError]:
@@ -270,6 +279,10 @@ _FITS: Final[Mapping[str, tuple[Callable[[str], bool], str]]] = {
     "sql_select_limit": (
         lambda rows: int(rows) > 2**32,
         "`SET sql_select_limit = DEFAULT` on each connection, or rows are missing from each result",
+    ),
+    "keyspace_shards": (
+        lambda shards: int(shards) == 1,
+        "have an App for each shard, `mysql://…/keyspace:-80`: what spans shards may commit in one of them only",
     ),
     "completion_type": (
         lambda kind: kind in ("NO_CHAIN", "0"),

@@ -108,6 +108,9 @@ UPDATE txbox_inbox SET status = 'processed', updated_at = [now]
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status <> 'processing'
 RETURNING message_id
 
+-- nothing: keyspace keyspace_shards
+-- Vitess speaks MySQL.
+
 -- nothing: rehearse_limit
 -- The connection's progress handler ends a statement.
 
