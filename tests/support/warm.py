@@ -29,8 +29,8 @@ from tests.support.waiting import DEADLINE_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 _IMPORTED = (
-    "psycopg", "pymysql", "sqlite3",
-    "txbox.cli.options", "txbox.cli.run", "txbox.observers.logging", "txbox.testing.brokers", "txbox.worker",
+    "psycopg", "pymysql", "pytest", "sqlite3",
+    "txbox.cli.options", "txbox.cli.run", "txbox.observers.logging", "txbox.testing", "txbox.worker",
     "tests.support.effect",
 )  # fmt: skip
 
