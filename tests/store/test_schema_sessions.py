@@ -16,8 +16,10 @@ from txbox import App, Inbox, Limits, Message, Outcome, UnusableMessage
 from txbox.admin import Admin
 from txbox.errors import SchemaError, StoreUnavailable
 from txbox.events import ConsumptionPaused
+from txbox.session import Result, Statement, blocking
+from txbox.store.dialect import dialect
 from txbox.store.inbox import InboxStore
-from txbox.store.schema import limited_encoding
+from txbox.store.schema import limited_encoding, session_settings, unfit
 from txbox.testing import drain
 
 _SOON = timedelta(milliseconds=200)
@@ -240,3 +242,33 @@ def test_the_roles_encoding_is_found(postgresql_url: str, raw: RawOf) -> None:
     name = urlsplit(postgresql_url).path[1:]
     raw(postgresql_url).execute(f"ALTER DATABASE {name} SET client_encoding = 'LATIN1'")
     assert "LATIN1" in findings(postgresql_url)["role-encoding"].problem
+
+
+class _Vtgate:
+    """Answers as Vitess does: of `SHOW VITESS_SHARDS`, a connection to one shard makes a syntax error."""
+
+    def __init__(self, database: str) -> None:
+        self._answers: dict[str, list[tuple[Any, ...]]] = {
+            "session": [("vitess", "1"), ("sql_select_limit", "18446744073709551615")],
+            "keyspace": [(database,)],
+        }
+        if ":" not in database:
+            self._answers["keyspace_shards"] = [
+                ("shop/-80",), ("shop/80-",), ("shop2/0",),
+            ]  # fmt: skip
+
+    async def execute(self, statement: Statement) -> Result:
+        rows = self._answers[statement.name]
+        return Result(rows, len(rows))
+
+
+def test_a_keyspace_of_several_shards_is_refused_and_one_of_them_is_not() -> None:
+    for database, refused in (
+        ("shop", True),
+        ("shop@primary", True),
+        ("shop:-80", False),
+        ("shop2", False),
+    ):
+        db: Any = _Vtgate(database)
+        settings = blocking(session_settings(db, dialect("mysql")))
+        assert ("keyspace_shards" in unfit(settings)) is refused, database
