@@ -30,7 +30,9 @@ TOPIC = os.environ.get("ORDERS_TOPIC", "orders")
 URL = os.environ.get("TXBOX_DATABASE_URL", "postgresql://localhost/shop")
 
 app = App(URL)
-app.consume(Kafka(BOOTSTRAP, group=os.environ.get("ORDERS_GROUP", "billing")))
+# of a share group (Kafka 4.2), any number of workers take messages of one partition, in no order
+SHARE = os.environ.get("ORDERS_SHARE") == "1"
+app.consume(Kafka(BOOTSTRAP, group=os.environ.get("ORDERS_GROUP", "billing"), share=SHARE))
 
 
 @app.handler(TOPIC, type="order.paid", consumer="billing")

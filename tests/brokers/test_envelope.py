@@ -25,7 +25,7 @@ from txbox.brokers.base import Delivery
 from txbox.brokers.envelope import Transport, as_binary, as_structured
 from txbox.brokers.file import File
 from txbox.brokers.kafka.partitions import Partition, Record
-from txbox.brokers.kafka.source import delivery_of
+from txbox.brokers.kafka.records import delivery_of
 from txbox.brokers.rabbitmq import source as rabbitmq
 from txbox.brokers.sqs import SQS, Queue
 from txbox.errors import MessageRefused
@@ -62,7 +62,9 @@ def on_kafka(attributes: Attributes, payload: bytes, content_type: str | None) -
         key=lambda: None,
         timestamp=lambda: (TIMESTAMP_CREATE_TIME, STORED_MS),
     )
-    return delivery_of(raw, Record(Partition("orders", 0), 7, None, False), "kafka:shop")
+    return delivery_of(
+        raw, "kafka:shop", Record(Partition("orders", 0), 7, None, False), redelivered=False
+    )
 
 
 def on_rabbitmq(

@@ -354,7 +354,7 @@ def test_what_retention_deleted_before_it_was_read_is_reported(
     topic, group_id = new_topic(kafka_bootstrap), new_group()
     seen: Any = Reports()
     kafka = Kafka(kafka_bootstrap, group=group_id)
-    source = kafka.consumer([topic], seen)
+    source: Any = kafka.consumer([topic], seen)
     try:
         produce(kafka_bootstrap, topic, range(3))
         source.settle(take(source, 3))
@@ -428,9 +428,9 @@ def test_partitions_are_logged_as_they_come_and_go(
 def test_lost_partitions_are_logged(kafka_bootstrap: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "txbox")
     nothing: Any = None
-    source = Kafka(kafka_bootstrap, group="shop").consumer(["orders"], nothing)
+    source: Any = Kafka(kafka_bootstrap, group="shop").consumer(["orders"], nothing)
     lost = [("orders", 10), ("invoices", 0), ("orders", 9)]
-    source._lost(None, [TopicPartition(*each) for each in lost])  # type: ignore[arg-type]
+    source._lost(None, [TopicPartition(*each) for each in lost])
     assert caplog.messages == ["kafka:shop: lost invoices[0] orders[9,10]"]
     source.close()
 

@@ -421,6 +421,7 @@ def opened_with(source: Kafka, topic: str, progress: Any) -> Iterator[KafkaConsu
     context = Nothing()
     context.progress = progress
     consumer = source.consumer([topic], context)
+    assert isinstance(consumer, KafkaConsumer)
     try:
         yield consumer
     finally:

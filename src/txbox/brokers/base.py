@@ -41,6 +41,8 @@ class Delivery:
         tag: private to the source.
         redelivered: the broker says that an earlier delivery was not acknowledged.
         received_at: by `time.monotonic`.
+        store_from: by `time.monotonic`: from then on it is stored, to be run from the table, instead of run at once.
+            For a broker that gives a message up after some deliveries, however these ended. None is never.
     """
 
     message: Message[Any] | None
@@ -50,6 +52,7 @@ class Delivery:
     raw: bytes = b""
     redelivered: bool = False
     received_at: float = field(default_factory=time.monotonic)
+    store_from: float | None = None
 
     @property
     def size_bytes(self) -> int:

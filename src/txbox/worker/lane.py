@@ -173,7 +173,9 @@ class Lane:
     def _next_batch(self) -> list[Work]:
         """The deliveries here that may share a transaction; does not wait for more."""
         if self._again and self._again[0][0] <= time.monotonic():
-            return [heapq.heappop(self._again)[2]]
+            again = heapq.heappop(self._again)[2]
+            again.store_if_late()
+            return [again]
         batch: list[Work] = []
         queue, behind = self._queue, self._behind
         first: Work | None = None
@@ -185,6 +187,8 @@ class Lane:
                     behind[work.key].append(queue.popleft())
                     continue
                 bytes_remaining -= len(work.message.payload or b"")
+                if work.delivery.store_from is not None:
+                    work.store_if_late()
                 if first is None:
                     first, messages_max = work, self._batch_messages(work)
                 elif (
@@ -692,6 +696,12 @@ class Work:
         self.lock_key: str | None = None
         self.received = delivery.received_at
         self.backoff: Backoff | None = None
+
+    def store_if_late(self) -> None:
+        """Leave it to the table once its broker may give it up, see `Delivery`."""
+        store_from = self.delivery.store_from
+        if store_from is not None and time.monotonic() >= store_from:
+            self.mode = Mode.STORED
 
 
 def settle(works: Iterable[Work]) -> None:

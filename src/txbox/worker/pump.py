@@ -368,7 +368,8 @@ class Pump:
         """Check the first messages for ids; returns them all, or those up to the one that refused the source."""
         for index, delivery in enumerate(received):
             message = delivery.message
-            if message is None:
+            if message is None or (delivery.redelivered and delivery.store_from is not None):
+                # what its broker may give up is better set aside than kept here
                 continue
             handlers = [modes.handler for modes, _ in self._matches[message.topic, message.type]]
             if not handlers:

@@ -23,10 +23,12 @@ from tests.crash.brokers.results import SCENARIO, WRONG, Result, Results, result
 from tests.crash.brokers.runs import Case, Ended
 from tests.support.servers import BROKERS, provision, server_urls
 
-ALL_BROKERS = ("kafka", "rabbitmq", "sqs", "nats", "redis", "webhook")
+ALL_BROKERS = ("kafka", "kafka-share", "rabbitmq", "sqs", "nats", "redis", "webhook")
 ALL_DATABASES = ("postgresql", "mariadb", "sqlite")
 SWEEPS = ("inline", "stored", "redelivered")
 ALL_PATHS = (*SWEEPS, SCENARIO, WRONG)
+#: Of another name than their server.
+_SERVERS = {"kafka-share": "kafka"}
 _CHOICES = {"brokers": ALL_BROKERS, "databases": ALL_DATABASES, "paths": ALL_PATHS}
 # dies with messages in work, done and untouched: what the next worker gets are redeliveries
 _FIRST = ("after:handler", 5)
@@ -45,7 +47,8 @@ class Selection:
     def cases(self, urls: dict[str, str]) -> Iterator[Case]:
         for database in self.databases:
             for broker in self.brokers:
-                yield Case(broker, urls.get(broker, ""), database, "inline")
+                url = urls.get(_SERVERS.get(broker, broker), "")
+                yield Case(broker, url, database, "inline")
 
 
 def _names(allowed: Sequence[str], text: str) -> tuple[str, ...]:
@@ -111,7 +114,8 @@ def as_result(ended: Ended) -> Result:
 def main() -> int:
     arguments = _arguments()
     selection = Selection(arguments.brokers, arguments.databases, arguments.paths)
-    provision.up(tuple(broker for broker in selection.brokers if broker in BROKERS))
+    servers = {_SERVERS.get(broker, broker) for broker in selection.brokers}
+    provision.up(tuple(server for server in BROKERS if server in servers))
     results = Results()
     results.load()
     for case in selection.cases({}):

@@ -20,6 +20,7 @@ from confluent_kafka.cimpl import NewTopic
 from nats.js.errors import NotFoundError
 
 from tests.support.brokers import rabbitmq as rabbitmq_support
+from tests.support.brokers.rigs.kafka_share import unacknowledged
 from tests.support.waiting import DEADLINE_S
 from txbox.brokers.base import Source
 from txbox.brokers.kafka import Kafka
@@ -144,6 +145,19 @@ class DynamicFeed(KafkaFeed):
     """A broker that was killed may take a static member that joins twice for another, and fence it."""
 
     STATIC = False
+
+
+class ShareFeed(KafkaFeed):
+    """A share group; what it has acknowledged nobody can have again."""
+
+    def source(self, member: int) -> Source:
+        return Kafka(self.url, group=self.name, share=True, options={"log_level": 0})
+
+    def left(self, workers: int = 0) -> int:
+        return unacknowledged(self.url, self.name, self.name, self.PARTITIONS)
+
+    def replay(self, messages: Sequence[Sent]) -> None:
+        self.publish(messages)
 
 
 class RabbitMQFeed(Feed):
@@ -336,6 +350,7 @@ def _wait_until_empty(admin: AdminClient, group: str) -> None:
 FEEDS: dict[str, type[Feed]] = {
     "kafka": KafkaFeed,
     "kafka-dynamic": DynamicFeed,
+    "kafka-share": ShareFeed,
     "rabbitmq": RabbitMQFeed,
     "quorum": QuorumFeed,
     "sqs": SQSFeed,

@@ -18,7 +18,7 @@ BEGIN = "<!-- written by `make crash-brokers` from crashes.json: do not edit -->
 END = "<!-- end of what is written -->"
 
 _CLIENTS = ("confluent-kafka", "aio-pika", "boto3", "nats-py", "redis", "uvicorn")
-_ORDER = ("kafka", "rabbitmq", "sqs", "nats", "redis", "webhook")
+_ORDER = ("kafka", "kafka-share", "rabbitmq", "sqs", "nats", "redis", "webhook")
 _NONE = "\N{EN DASH}"
 _DATABASES = ("postgresql", "mariadb", "sqlite")
 

@@ -47,7 +47,7 @@ class Result:
         """For people, as the run goes on."""
         verdict = ", ".join(self.wrong) or ("not passed" if self.unpassed else "ok")
         return (
-            f"{self.broker:<9} {self.database:<11} {self.path:<14} {self.point:<24} kills {self.kills:>2}"
+            f"{self.broker:<11} {self.database:<11} {self.path:<14} {self.point:<24} kills {self.kills:>2}"
             f"  sent {self.sent:>4}  effects {self.effects:>4}  lost {self.lost}  doubled {self.doubled}  {verdict}"
         )
 

@@ -38,6 +38,7 @@ _POINTS = (
 #: the kind of feed on the server that is killed
 _SERVERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "kafka": ("kafka-dynamic", ThrowawayKafka),
+    "kafka-share": ("kafka-share", ThrowawayKafka),
     "rabbitmq": ("rabbitmq", ThrowawayRabbitMQ),
     "sqs": ("sqs", ThrowawayElasticMQ),
     "nats": ("nats", ThrowawayNats),

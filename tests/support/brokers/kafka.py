@@ -65,12 +65,17 @@ def produce(
     topic: str,
     ids: Iterable[object],
     keys: Mapping[Any, str] | None = None,
+    flush_every: int | None = None,
     **more: Any,
 ) -> None:
-    """Returns once all are acknowledged; keys (the ids, unless given) spread them over the partitions."""
+    """Returns once all are acknowledged; keys (the ids, unless given) spread them over the partitions.
+
+    Args:
+        flush_every: how many make a batch; None leaves it to the client.
+    """
     failures: list[object] = []
     producer = Producer({"bootstrap.servers": bootstrap, "acks": "all", "enable.idempotence": True})
-    for message_id in ids:
+    for number, message_id in enumerate(ids, 1):
         producer.produce(
             topic,
             b'{"cents": 1}',
@@ -79,6 +84,8 @@ def produce(
             on_delivery=lambda error, _: failures.append(error) if error else None,
             **more,
         )
+        if flush_every and number % flush_every == 0:
+            assert producer.flush(DEADLINE_S) == 0
     assert producer.flush(DEADLINE_S) == 0
     assert not failures
 
@@ -137,6 +144,7 @@ class Nothing:
 @contextmanager
 def opened(source: Kafka, topic: str) -> Iterator[KafkaConsumer]:
     consumer = source.consumer([topic], Nothing())
+    assert isinstance(consumer, KafkaConsumer)
     try:
         yield consumer
     finally:

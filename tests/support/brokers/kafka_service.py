@@ -88,7 +88,12 @@ def serve(plan: dict[str, Any]) -> int:
 
     confluent_kafka.Consumer = Outspoken  # type: ignore[misc]
     app.consume(
-        Kafka(plan["bootstrap"], group=plan["group"], options=plan.get("options", {})),
+        Kafka(
+            plan["bootstrap"],
+            group=plan["group"],
+            share=plan.get("share", False),
+            options=plan.get("options", {}),
+        ),
         topics=[plan["topic"]],
     )
     return Worker(app).run()

@@ -10,7 +10,12 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AdminClient
-from confluent_kafka.admin._config import ConfigResource
+from confluent_kafka.admin._config import (
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ConfigSource,
+)
 from confluent_kafka.admin._resource import ResourceType
 
 from txbox.boundaries import log as _log
@@ -43,6 +48,29 @@ _REFUSED = {
     "group.id": "it is group= of Kafka(…)",
     "on_commit": "txbox handles the results of its own commits",
     "auto.commit.interval.ms": "txbox commits on its own schedule",
+}
+_SHARE_DEFAULTS = {
+    "socket.timeout.ms": 10_000,
+    # a wish: Kafka hands out whole batches as they were produced
+    "max.poll.records": 100,
+}
+#: What a share group is set to unless somebody has decided otherwise: a new group misses nothing, and what a producer's
+#: transaction has taken back does not come.
+_GROUP_DEFAULTS = {
+    "share.auto.offset.reset": "earliest",
+    "share.isolation.level": "read_committed",
+}
+_SHARE_REFUSED = {
+    "auto.offset.reset": "a share group has share.auto.offset.reset",
+    "isolation.level": "a share group has share.isolation.level",
+    "share.acknowledgement.mode": "txbox acknowledges messages itself, and only what is stored",
+    "group.instance.id": "members of a share group are never static",
+    "group.protocol": "share groups have their own",
+    "group.remote.assignor": "each member may get messages of every partition",
+    "partition.assignment.strategy": "each member may get messages of every partition",
+    "session.timeout.ms": "a share group has share.session.timeout.ms",
+    "heartbeat.interval.ms": "a share group has share.heartbeat.interval.ms",
+    "enable.partition.eof": "a share group has no position to report",
 }
 _PRODUCER_DEFAULTS: dict[str, Any] = {
     # as the JVM clients do: a key maps to one partition, whoever publishes it
@@ -86,7 +114,7 @@ _PRODUCER_NEEDS: tuple[tuple[tuple[str, ...], Callable[[str], bool], str], ...] 
 _OF_CONSUMERS = (
     "auto.", "check.crcs", "consume.", "coordinator.", "enable.auto.", "enable.partition.eof", "fetch.", "group.",
     "heartbeat.", "isolation.", "max.partition.", "max.poll.", "offset.store.", "partition.assignment.", "queued.",
-    "session.",
+    "session.", "share.",
 )  # fmt: skip
 _OF_PRODUCERS = (
     "acks", "batch.", "compression.", "delivery.", "dr_", "enable.gapless.", "enable.idempotence", "linger.",
@@ -103,8 +131,13 @@ _PRODUCER_REFUSED = {
 }
 
 
-def checked_options(options: Mapping[str, Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+def checked_options(
+    options: Mapping[str, Any], keywords: Mapping[str, Any], *, share: bool = False
+) -> dict[str, Any]:
     """Return the options under librdkafka's names, with the defaults of Kafka(…).
+
+    Args:
+        share: they are those of a share group, whose own settings are among them: `share.…`.
 
     Raises:
         ConfigurationError: one of them is not for users to set.
@@ -116,7 +149,11 @@ def checked_options(options: Mapping[str, Any], keywords: Mapping[str, Any]) -> 
     for name, why in _FORCED.items():
         if str(settings.pop(name, False)).lower() != "false":
             raise ConfigurationError(f"{name} must be off: {why}.")
-        settings[name] = False
+        if not share:
+            settings[name] = False
+    if share:
+        refuse(settings, _SHARE_REFUSED, "Kafka(share=True) does not take {option}: {why}.")
+        return _SHARE_DEFAULTS | settings
     defaults: dict[str, Any] = dict(_DEFAULTS)
     if str(settings.get("group.protocol", "classic")).lower() != "consumer":
         # the group takes the successor of a static member for the member itself: killed between two steps of a
@@ -197,6 +234,7 @@ _FORBIDDEN = {
     KafkaError.CLUSTER_AUTHORIZATION_FAILED,
 }
 _TOO_OLD = {KafkaError.UNSUPPORTED_VERSION, KafkaError._UNSUPPORTED_FEATURE}  # noqa: SLF001
+_BAD_SETTINGS = {KafkaError.INVALID_CONFIG, KafkaError.INVALID_REQUEST}
 _NO_TOPIC = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.UNKNOWN_TOPIC_ID}
 #: Not the business of a single connection: somebody must change rights, passwords or settings.
 REFUSALS = {
@@ -208,6 +246,9 @@ REFUSALS = {
 
 #: Lines of librdkafka's log that repeat what its errors say, many times a second while a broker is away.
 _SAID_BY_ERRORS = frozenset({"FAIL", "ERROR", "FATAL", "REQTMOUT", "GETPID"})
+#: Of share groups: that they are a preview, of every client; and what failed, as often as it is tried again.
+_SHARE_FETCH = "SHAREFETCH"
+_OF_SHARES = frozenset({"SHARECONSUMER", "SHAREACK", _SHARE_FETCH})
 
 
 class ClientLog:
@@ -218,13 +259,16 @@ class ClientLog:
     def __init__(self) -> None:
         #: It has said that it reads on elsewhere than where it was, which no error says. Whoever acts on it resets it.
         self.jumped = False
+        #: How many fetches of a share group have failed as a whole, which no error says. Whoever acts on it resets it.
+        self.failed_fetches = 0
 
     def log(self, level: int, text: str, facility: str, *more: str) -> None:
         if facility == "CONFWARN" and any(_GAPLESS in part for part in more):
             # that it is experimental, of every producer
             return
         self.jumped = self.jumped or facility == "OFFSET"
-        known = facility in _SAID_BY_ERRORS
+        self.failed_fetches += facility == _SHARE_FETCH
+        known = facility in _SAID_BY_ERRORS or facility in _OF_SHARES
         self._log.log(logging.DEBUG if known else level, text, facility, *more)
 
 
@@ -368,6 +412,61 @@ def settings_of(
                     name: str(entry.value) for name, entry in answer.items()
                 }
     return described
+
+
+def set_up_share_group(
+    config: Mapping[str, Any], group: str, wanted: Mapping[str, str]
+) -> dict[str, str]:
+    """Set what a share group is to be set to; returns its settings as they are then.
+
+    Args:
+        wanted: settings by name. Those that txbox has a default for, and nobody has set, get it.
+
+    Raises:
+        BrokerUnavailable: no broker answers.
+        ConfigurationError: this user may not see or change them, or the broker does not take a value.
+    """
+    asking, resource = admin(config), ConfigResource(ResourceType.GROUP, group)
+    (future,) = asking.describe_configs([resource], request_timeout=ASK_S).values()
+    entries = _answered(future, group, wanted)
+    missing = {
+        name: value
+        for name, value in (_GROUP_DEFAULTS | dict(wanted)).items()
+        if name not in entries
+        or entries[name].source == ConfigSource.DEFAULT_CONFIG.value
+        or (name in wanted and str(entries[name].value) != value)
+    }
+    if missing:
+        changes = [
+            ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+            for name, value in missing.items()
+        ]
+        changed = ConfigResource(ResourceType.GROUP, group, incremental_configs=changes)
+        (future,) = asking.incremental_alter_configs([changed], request_timeout=ASK_S).values()
+        _answered(future, group, missing)
+        _log.info("Kafka: the share group %s has been set to %s", group, _listed(missing))
+    return {name: str(entry.value) for name, entry in entries.items()} | missing
+
+
+def _answered(future: Future[Any], group: str, wanted: Mapping[str, str]) -> Any:
+    try:
+        return future.result(ASK_S + 1)
+    except (KafkaException, TimeoutError) as error:
+        code = error.args[0].code() if isinstance(error, KafkaException) else None
+        if code in _FORBIDDEN | _TOO_OLD | _BAD_SETTINGS:
+            raise ConfigurationError(
+                f"The settings of the share group {group} cannot be seen or changed ({text_of(error)}). It needs Kafka "
+                "4.2 or later, valid values, and the right to describe and alter the group's configuration; or an "
+                f"administrator sets {_listed(_GROUP_DEFAULTS | dict(wanted))} with `kafka-configs.sh --alter "
+                f"--entity-type groups --entity-name {group} --add-config …`, and the right to describe is enough."
+            ) from error
+        raise BrokerUnavailable(
+            f"Kafka does not answer for the share group {group} ({text_of(error)})."
+        ) from error
+
+
+def _listed(settings: Mapping[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in settings.items())
 
 
 def _cluster(asking: Any) -> Any:

@@ -1,11 +1,13 @@
-"""Kafka through confluent-kafka: a group's partitions, and how far each is settled without gaps."""
+"""Kafka through confluent-kafka: a group's partitions, and how far each is settled without gaps.
+
+What members of a share group do instead is in `share.py`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,7 +17,6 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from txbox.boundaries import log as _log
 from txbox.brokers.base import Anchored, Anchors, Consumer, Context, Delivery, Source
-from txbox.brokers.envelope import KAFKA, clock
 from txbox.brokers.facts import Facts, of_kafka
 from txbox.brokers.kafka.client import (
     ALL_BROKERS_DOWN,
@@ -35,16 +36,15 @@ from txbox.brokers.kafka.client import (
 )
 from txbox.brokers.kafka.partitions import Anchoring, Assignment, Partition, Record
 from txbox.brokers.kafka.publisher import KafkaPublisher
+from txbox.brokers.kafka.records import add_weak_id, delivery_of
+from txbox.brokers.kafka.share import ShareGroup
 from txbox.errors import (
     BrokerError,
     BrokerUnavailable,
     ConfigurationError,
     StoreError,
-    UnusableMessage,
 )
 from txbox.events import MessagesLost, TopicMissing
-from txbox.identity import message_id
-from txbox.message import Headers
 
 _COMMIT_S = 0.5
 # between two looks for the answer to a commit that messages wait for
@@ -69,6 +69,8 @@ class Kafka(Source):
         group: the consumer group; its committed offsets are the progress. Not needed to publish.
         anchored: also keep each partition's progress in the database. After a failover or a restore of
             the database, whatever it lost is read again. The worker's database decides.
+        share: consume as a member of a share group (KIP-932; Kafka 4.2): any number of workers share a partition, and
+            there is no order. Its settings are options, too: `share_record_lock_duration_ms=60_000`.
         revoke_wait: how long a rebalance waits for the in-flight messages of revoked partitions.
             Those not done by then are delivered to the next owner as well.
         options: librdkafka options under their own names.
@@ -87,10 +89,10 @@ class Kafka(Source):
     are at most half a second behind, and are brought up to date before partitions are released. After
     a crash, or when a partition is lost, what was not committed comes again and is a duplicate.
     `anchored`: an offset is committed only after the database has it too; what a database lost along
-    with its last transactions comes again.
+    with its last transactions comes again. `share`: see `ShareConsumer`.
 
     Source: docs/decisions/0016-anchored-offsets.md, docs/decisions/0017-redeliveries-in-bursts.md,
-    docs/decisions/0025-kafka-commits.md
+    docs/decisions/0025-kafka-commits.md, docs/decisions/0070-share-groups.md
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Kafka(Source):
         *,
         group: str | None = None,
         anchored: bool = False,
+        share: bool = False,
         revoke_wait: timedelta = timedelta(seconds=5),
         options: Mapping[str, Any] | None = None,
         **librdkafka: Any,
@@ -107,13 +110,24 @@ class Kafka(Source):
             raise ConfigurationError(
                 'Kafka needs servers: Kafka("localhost:9092", group="shop"); omit group= to publish only.'
             )
-        self._servers, self._options = bootstrap_servers, checked_options(options or {}, librdkafka)
+        self._servers = bootstrap_servers
+        self._options = checked_options(options or {}, librdkafka, share=share)
         config = consumer_options(self._options)
         on_error = config.pop("error_cb", None)
         self._config = config | {"bootstrap.servers": bootstrap_servers, "group.id": group or ""}
         self._group, self._anchored = group or "", anchored
         self.rewinds = anchored
         self.name = f"kafka:{group or bootstrap_servers}"
+        self._shared: ShareGroup | None = None
+        if share:
+            if anchored:
+                raise ConfigurationError(
+                    "A share group has no offsets that the database could keep: omit anchored= or share=."
+                )
+            self._shared = ShareGroup(self, self._config, self._group)
+            self.tend_every_s = self._shared.tend_every_s
+            self.redelivery_s = self._shared.lock_s
+            return
         max_poll_s = int(config.get("max.poll.interval.ms", _MAX_POLL_MS)) / 1000
         # without a poll the group takes the partitions away, and `tend` polls
         self.redelivery_s, self.tend_every_s = max_poll_s, min(_TEND_S, max_poll_s / 4)
@@ -138,14 +152,16 @@ class Kafka(Source):
         return [of_kafka(*described) for described in settings_of(self._config, topics).items()]
 
     def keeps_order(self, topic: str) -> bool:
-        """A key maps to one partition, and a partition to one consumer of the group."""
-        return True
+        """A key maps to one partition, and a partition to one consumer of the group, unless it is a share group."""
+        return self._shared is None
 
-    def consumer(self, topics: Sequence[str], context: Context) -> KafkaConsumer:
+    def consumer(self, topics: Sequence[str], context: Context) -> Consumer:
         if not self._group:
             raise ConfigurationError(
                 'To consume, Kafka needs a group: Kafka("localhost:9092", group="shop").'
             )
+        if self._shared is not None:
+            return self._shared.consumer(topics, context)
         anchors: Anchors | None = None
         if self._anchored:
             if not isinstance(progress := context.progress, Anchored):
@@ -381,8 +397,8 @@ class KafkaConsumer(Consumer):
                 kept.append((raw, record))
             elif record.partition.ours:
                 record.in_work = True
-                delivery = delivery_of(raw, record, self.name)
-                _add_weak_id(delivery, record)
+                delivery = delivery_of(raw, self.name, record, redelivered=record.suspect)
+                add_weak_id(delivery, record.partition.uuid)
                 found.append(delivery)
         self._held.extendleft(reversed(kept))
         return found
@@ -602,33 +618,3 @@ class KafkaConsumer(Consumer):
 def _settle(deliveries: Iterable[Delivery]) -> None:
     for delivery in deliveries:
         delivery.tag.partition.settle(delivery.tag)
-
-
-def _add_weak_id(delivery: Delivery, record: Record) -> None:
-    """Give a message without any other id a weak one."""
-    message, uuid = delivery.message, record.partition.uuid
-    if uuid is None or message is None or message.headers.get("message-id"):
-        return
-    try:
-        message_id(message)
-    except UnusableMessage:
-        weak_id = f"{uuid}/{record.partition.number}/{record.offset}"
-        delivery.message = replace(message, origin={**message.origin, "weak_id": weak_id})
-
-
-def delivery_of(raw: client.Message, record: Record, source: str) -> Delivery:
-    partition, value = record.partition, raw.value()
-    try:
-        headers = Headers(raw.headers() or ())
-    except (UnicodeDecodeError, SystemError) as error:
-        return Delivery(
-            None, partition.topic, record, raw=value or b"", redelivered=record.suspect,
-            problem=f"Partition {partition.number}, offset {record.offset}: a header name is "
-            f"not UTF-8 ({type(error).__name__}).",
-        )  # fmt: skip
-    kind, stored_ms = raw.timestamp()
-    return KAFKA.delivery(
-        partition.topic, value, headers, tag=record, redelivered=record.suspect, key=raw.key(),
-        stored_at=None if kind == client.TIMESTAMP_NOT_AVAILABLE else clock(stored_ms / 1000),
-        origin={"source": source, "partition": partition.number, "offset": record.offset},
-    )  # fmt: skip

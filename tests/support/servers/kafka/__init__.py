@@ -112,6 +112,12 @@ class KafkaServer(java.JavaServer):
             "group.consumer.session.timeout.ms": 6000,
             "group.consumer.min.heartbeat.interval.ms": 1000,
             "group.consumer.heartbeat.interval.ms": 1000,
+            # Share groups: a test may let locks and members expire soon; the state takes its place quickly.
+            "group.share.min.session.timeout.ms": 1000,
+            "group.share.min.heartbeat.interval.ms": 500,
+            "group.share.heartbeat.interval.ms": 1000,
+            "group.share.min.record.lock.duration.ms": 1000,
+            "share.coordinator.state.topic.num.partitions": 5,
             # A killed broker is noticed, and may come back under its name, after this long.
             "broker.session.timeout.ms": 4000,
             "broker.heartbeat.interval.ms": 500,
