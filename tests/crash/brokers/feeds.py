@@ -151,7 +151,9 @@ class ShareFeed(KafkaFeed):
     """A share group; what it has acknowledged nobody can have again."""
 
     def source(self, member: int) -> Source:
-        return Kafka(self.url, group=self.name, share=True, options={"log_level": 0})
+        # a dead member keeps its share of the partitions for as long as its session lasts
+        options = {"log_level": 0, "share.session.timeout.ms": 2000}
+        return Kafka(self.url, group=self.name, share=True, options=options)
 
     def left(self, workers: int = 0) -> int:
         return unacknowledged(self.url, self.name, self.name, self.PARTITIONS)

@@ -336,7 +336,7 @@ class TopicIds:
                 return dict.fromkeys(asked)
         return self._answers(asked)
 
-    def look(self, topics: Iterable[str]) -> dict[str, str | None]:
+    def check(self, topics: Iterable[str]) -> dict[str, str | None]:
         """Ask every few seconds without waiting; returns the answers once, in a call after they have come."""
         if self._asked:
             if not all(future.done() for future in self._asked.values()):

@@ -228,7 +228,7 @@ class Assignment(dict[tuple[str, int], Partition]):
 
     def check(self) -> None:
         """Every few seconds, read again what the database has lost, and topics made again; raises StoreError."""
-        uuids = self._topics.look(partition.topic for partition in self.values())
+        uuids = self._topics.check(partition.topic for partition in self.values())
         if uuids:
             self.read_again(
                 [

@@ -24,7 +24,6 @@ from txbox.brokers.base import (
     Source,
     later_if_away,
     refusal,
-    taken,
 )
 from txbox.brokers.kafka.client import (
     ALL_BROKERS_DOWN,
@@ -58,7 +57,7 @@ _ANSWER_S, _LOOK_S = 2.0, 0.002
 _COUNT_SAID = 4
 
 #: Topic, partition, offset.
-Place = tuple[str, int, int]
+Coordinates = tuple[str, int, int]
 
 
 class ShareGroup:
@@ -147,11 +146,12 @@ class ShareConsumer(Consumer):
             member.acknowledge()
         if not self._buffer:
             self._poll(wait_s)
-        found = taken(self._buffer, messages_max)
-        if found:
+        count = min(messages_max, len(self._buffer))
+        deliveries = [self._buffer.popleft() for _ in range(count)]
+        if deliveries:
             self._handed_out_at = time.monotonic()
             self._unsettled_at = self._unsettled_at or self._handed_out_at
-        return found
+        return deliveries
 
     def tend(self, deliveries: Sequence[Delivery]) -> None:
         """Leave with members that nobody polls, so that they fetch nothing; a lock cannot be extended."""
@@ -164,8 +164,8 @@ class ShareConsumer(Consumer):
         # their outcomes have been committed
         self._proved_at, self._unsettled_at = time.monotonic(), None
         for delivery in deliveries:
-            member, place = delivery.tag
-            member.settle(place)
+            member, coordinates = delivery.tag
+            member.settle(coordinates)
         for member in self._members:
             member.acknowledge()
 
@@ -213,7 +213,7 @@ class ShareConsumer(Consumer):
 
     def _check_topics(self) -> None:
         """Read on with other members once a topic has been made again; report missing ones."""
-        self._topic_ids.look(self._topics)
+        self._topic_ids.check(self._topics)
         if self._topic_ids.outdated:
             _log.info("%s: a topic was made again, which takes other members", self.name)
             self._leave(idle_s=float("-inf"), working=True)
@@ -276,44 +276,44 @@ class ShareConsumer(Consumer):
 
     def _deliveries(self, member: Member, records: Iterable[client.Message]) -> list[Delivery]:
         now = time.monotonic()
-        found: list[Delivery] = []
+        deliveries: list[Delivery] = []
         trouble: KafkaError | None = None
         for raw in records:
-            place = raw.topic() or "", raw.partition() or 0, raw.offset() or 0
+            coordinates = raw.topic() or "", raw.partition() or 0, raw.offset() or 0
             count = raw.delivery_count() or 1
             error = raw.error()
             if error is None:
-                delivery = delivery_of(raw, self.name, (member, place), redelivered=count > 1)
+                delivery = delivery_of(raw, self.name, (member, coordinates), redelivered=count > 1)
             elif raw.offset() is None or (raw.offset() or 0) < 0:
                 trouble = error
                 continue
             else:
                 # a broken batch, or a codec that this client lacks
                 delivery = Delivery(
-                    None, place[0], (member, place), redelivered=True,
-                    problem=f"Partition {place[1]}, offset {place[2]} cannot be read: {error.str()}.",
+                    None, coordinates[0], (member, coordinates), redelivered=True,
+                    problem=f"Partition {coordinates[1]}, offset {coordinates[2]} cannot be read: {error.str()}.",
                 )  # fmt: skip
             delivery.store_from = 0.0 if count > 1 else now + self._lock_s / 2
             if count >= _COUNT_SAID:
                 _log.warning(
                     "%s: delivery %d of %s[%d] offset %d, which is stored now. After "
                     "group.share.delivery.count.limit (5 by default) Kafka drops a record that is not acknowledged.",
-                    self.name, count, *place,
+                    self.name, count, *coordinates,
                 )  # fmt: skip
-            member.in_hand.add(place)
-            found.append(delivery)
-        if found:
+            member.in_hand.add(coordinates)
+            deliveries.append(delivery)
+        if deliveries:
             self._worked = True
         elif trouble is not None:
             self._raise(trouble)
-        if any(map(lacks_id, found)):
+        if any(map(lacks_id, deliveries)):
             # the UUID before this member joined and the one now are the same: it is that of these records
             self._uuids = self._topic_ids.ask(self._topics)
             if self._topic_ids.outdated:
                 return []
-            for delivery in found:
+            for delivery in deliveries:
                 add_weak_id(delivery, self._uuids.get(delivery.topic))
-        return found
+        return deliveries
 
     def _raise(self, error: KafkaError) -> NoReturn:
         """Raise what a member reports.
@@ -380,10 +380,10 @@ class Member:
             raise ConfigurationError(
                 f"Kafka rejects its options ({text_of(error)}): correct those of Kafka(…)."
             ) from error
-        self.in_hand: set[Place] = set()
-        self._settled: list[Place] = []
+        self.in_hand: set[Coordinates] = set()
+        self._settled: list[Coordinates] = []
         # sent, without an answer so far
-        self._unanswered: set[Place] = set()
+        self._unanswered: set[Coordinates] = set()
         self.polled_at = self.got_at = self.locked_at = time.monotonic()
         self._topics, self._subscribed = topics, False
         self._open = True
@@ -414,11 +414,11 @@ class Member:
         """Whether it may be polled."""
         return not (self.in_hand or self._settled or self._unanswered)
 
-    def settle(self, place: Place) -> None:
+    def settle(self, coordinates: Coordinates) -> None:
         """Have it accepted, unless it is not ours any more."""
-        if place in self.in_hand:
-            self.in_hand.discard(place)
-            self._settled.append(place)
+        if coordinates in self.in_hand:
+            self.in_hand.discard(coordinates)
+            self._settled.append(coordinates)
 
     def acknowledge(self) -> None:
         """Send what is settled, once the broker has answered what was sent before.
@@ -434,13 +434,13 @@ class Member:
             if self._unanswered:
                 return
         settled, self._settled = self._settled, []
-        for place in settled:
+        for coordinates in settled:
             try:
-                self._client.acknowledge_offset(*place)
+                self._client.acknowledge_offset(*coordinates)
             except (KafkaException, client.IllegalStateException) as error:
                 _log.debug("Kafka has not taken an acknowledgement: %s", text_of(error))
             else:
-                self._unanswered.add(place)
+                self._unanswered.add(coordinates)
         if self._unanswered:
             self._client.commit_async()
 
