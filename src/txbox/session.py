@@ -129,6 +129,10 @@ class Transaction(Protocol):
         ...
 
 
+#: Takes a statement and its values.
+OnStatement: TypeAlias = Callable[[str, Any], None]
+
+
 class Connection(ABC):
     """A connection whose transactions txbox begins and ends.
 
@@ -204,8 +208,9 @@ class Connection(ABC):
         """Whether what was set outlives the transaction."""
         return self.changed is not None and self.changed.lasts > Lasts.TRANSACTION
 
-    def watch(self, on_statement: Callable[[str], None]) -> None:
-        """Call `on_statement` with each statement that the handler is about to send, COMMIT and ROLLBACK included.
+    def watch(self, on_statement: OnStatement) -> None:
+        """Call `on_statement` with each statement that the handler is about to send, COMMIT and ROLLBACK included, and
+        its values, in whatever form the driver takes them.
 
         An exception from it keeps the statement from being sent. SQLite also calls it with "" while one runs, which an
         exception then ends. Discard the connection afterwards.

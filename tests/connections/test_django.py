@@ -242,7 +242,7 @@ def test_on_commit_hooks_may_send_and_process(
     assert statuses(shared_url(product), f"d{number}").count("processed") == 3
 
 
-@pytest.mark.parametrize("product", names("postgresql", "sqlite"))
+@every_product
 def test_a_rehearsal_leaves_nothing(
     product: str, alias: str, shared_url: Callable[[str], str], number: int
 ) -> None:

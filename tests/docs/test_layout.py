@@ -30,10 +30,12 @@ LARGE = 100  # lines; what is smaller is guarded by its caller's test
 ELSEWHERE = {
     "admin/facts": "admin/test_explain.py",
     "admin/reader": "admin/test_admin.py",
+    "admin/replay": "admin/test_admin.py",
     "admin/tables": "cli/test_cli_commands.py",
     "admin/views": "cli/test_cli_commands.py",
     "brokers/facts": "admin/test_doctor_brokers.py",
     "cli/change": "cli/test_cli_commands.py",
+    "cli/rehearse": "admin/test_comparison.py",
     "errors": "connections/test_base_errors.py",
     "events": "observers/test_logging.py",
     "integrations/django/views": "integrations/test_requests.py",

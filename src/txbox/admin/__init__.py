@@ -1,5 +1,5 @@
 """The operator's verbs, all of them audited where they change anything: `Admin` has those of look.py, changes.py,
-canary.py, encrypt.py and replay.py."""
+canary.py, encrypt.py, replay.py and rehearsal.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from txbox.admin.changes import Changed, ChangeOptions, Changes, Edited, Message
 from txbox.admin.encrypt import Encrypted, Encryption
 from txbox.admin.look import Queries
 from txbox.admin.reader import Operator, run_verb
+from txbox.admin.rehearsal import Rehearsals
 from txbox.admin.replay import Replays
 from txbox.admin.tables import InboxFilter, OutboxFilter, QuarantineFilter
 from txbox.session import async_of
@@ -61,7 +62,7 @@ def _iterated(
     return twin
 
 
-class Admin(Queries, Replays, Canary, Encryption):
+class Admin(Queries, Rehearsals, Canary, Encryption):
     """The operator's view of one inbox and outbox. A filter says which table a verb is about.
 
     Args:
@@ -118,7 +119,7 @@ class Admin(Queries, Replays, Canary, Encryption):
     why_not_async = _twin(Changes.why_not)
     replay_async = _twin(Replays.replay)
     replay_batches_async = _iterated(Replays.replay_batches)
-    rehearse_async = _twin(Replays.rehearse)
+    rehearse_async = _twin(Rehearsals.rehearse)
     canary_async = _twin(Canary.canary)
     canary_steps_async = _iterated(Canary.canary_steps)
     encrypt_async = _twin(Encryption.encrypt)

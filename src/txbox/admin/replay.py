@@ -1,35 +1,22 @@
-"""The verbs that run handlers: a replay runs kept messages again, or copies them to another consumer; a rehearsal runs
-one message in a guarded transaction that is never committed (promise 7.5).
-
-Source: docs/decisions/0040-rehearsals.md
-"""
+"""A replay runs kept messages again, or copies them to another consumer."""
 
 from __future__ import annotations
 
-import re
 import secrets
-import time
 from collections import Counter
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
-from typing import Any, Literal, Unpack
+from dataclasses import dataclass, replace
+from typing import Unpack
 
 from txbox.admin.changes import ChangeOptions, Changes, again, audit_of, result_of
-from txbox.admin.facts import MessageRef, keys_of, links
-from txbox.admin.reader import Application, Audit
-from txbox.admin.tables import InboxFilter, stored_id
-from txbox.errors import ConfigurationError, Fault, StoreError, UnusableMessage
-from txbox.handlers import Handler
-from txbox.identity import EFFECT_PREFIX, checked_consumer, derived_id
+from txbox.admin.reader import Audit, Operator
+from txbox.admin.tables import InboxFilter
+from txbox.errors import ConfigurationError, UnusableMessage
+from txbox.identity import checked_consumer
 from txbox.outcome import Outcome, Status
-from txbox.processing.calls import handled
-from txbox.processing.failure import BROKEN, failure_of
-from txbox.session import Raised, Session, Statement
+from txbox.session import Session
 from txbox.store.codec import Arrival, Leased
-from txbox.store.dialect import as_time
 from txbox.store.inbox import InboxStore
-from txbox.text import lasting
 
 # each message of a batch brings its payload along
 _BATCH = 50
@@ -66,6 +53,19 @@ class Replayed:
     duplicates: int = 0
     skipped: int = 0
     failures: tuple[ReplayFailure, ...] = ()
+
+
+def kept_messages(
+    operator: Operator, where: InboxFilter, *, after: int, limit: int
+) -> list[Leased]:
+    """Read messages of one consumer whose payload was kept, in arrival order, without locking them.
+
+    Args:
+        where: error type, fingerprint, age, times and the beginning of the id are ignored.
+        after: the arrival to continue behind; -1 for the first.
+    """
+    rows = operator.rows("replay_read", {**where.params(), "after": after, "limit": limit})
+    return [operator.store.columns.arrival(str(where.consumer), row) for row in rows]
 
 
 class Replays(Changes):
@@ -108,7 +108,7 @@ class Replays(Changes):
         try:
             while True:
                 limit = _BATCH if most is None else min(_BATCH, most - counts["count"])
-                kept = self._kept(where, after=after, limit=limit) if limit else []
+                kept = kept_messages(self, where, after=after, limit=limit) if limit else []
                 batch = [leased for leased in kept if leased.number <= int(newest)]
                 if not batch:
                     break
@@ -150,16 +150,6 @@ class Replays(Changes):
                 f"No handler is registered for consumer {needed!r}: "
                 + (f"this app has {', '.join(sorted(known))}." if known else "a replay needs the App.")
             )  # fmt: skip
-
-    def _kept(self, where: InboxFilter, *, after: int, limit: int) -> list[Leased]:
-        """Read messages of one consumer whose payload was kept, in arrival order, without locking them.
-
-        Args:
-            where: error type, fingerprint, age, times and the beginning of the id are ignored.
-            after: the arrival to continue behind; -1 for the first.
-        """
-        rows = self.rows("replay_read", {**where.params(), "after": after, "limit": limit})
-        return [self.store.columns.arrival(str(where.consumer), row) for row in rows]
 
     def _run_again(
         self, arrival: Arrival, where: InboxFilter, failures: list[ReplayFailure]
@@ -213,58 +203,6 @@ class Replays(Changes):
         except UnusableMessage:
             return None
 
-    def rehearse(
-        self,
-        consumer: str,
-        message_id: str,
-        *,
-        payload: bytes | None = None,
-        actor: str | None = None,
-        reason: str | None = None,
-    ) -> Rehearsed:
-        """Run a message's handler in a transaction that is never committed, and report what it would have done.
-
-        Any message whose payload is kept can be rehearsed, unless it is being processed right now.
-
-        Args:
-            payload: a new payload, as for `edit`.
-
-        Raises:
-            ConfigurationError: no App, no such message, no payload, a database that cannot refuse a COMMIT (MySQL,
-                MariaDB), or a handler that works outside of a transaction.
-
-        Guarantee: nothing of the transaction stays, and its connection is thrown away. What the handler does
-            elsewhere (HTTP, files, other connections) really happens. `txbox_audit` has it before it runs.
-        """
-        where = InboxFilter(consumer=consumer, message_id=stored_id(message_id))
-        if not self.has_handlers:
-            raise ConfigurationError("A rehearsal runs a handler: give the App.")
-        kept = self._kept(where, after=-1, limit=1)
-        if not kept:
-            raise ConfigurationError(self.why_not("rehearse", where))
-        arrival = kept[0].arrival
-        if arrival.unreadable is not None:
-            raise ConfigurationError(f"This message cannot be rehearsed. {arrival.unreadable}")
-        if payload is not None:
-            arrival = replace(arrival, message=replace(arrival.message, payload=payload))
-        message = arrival.message
-        handler = self.handler_of(message, consumer)
-        if handler is None:
-            raise ConfigurationError(
-                f"{consumer} has no handler for topic {message.topic!r} with type {message.type!r}."
-            )
-        if not self.dialect.refuses_commit:
-            raise ConfigurationError(
-                "MySQL and MariaDB cannot refuse the COMMIT of a handler, so a rehearsal might leave something behind: "
-                "rehearse on a copy in SQLite or PostgreSQL, or retry the message."
-            )
-        if not handler.options.transactional:
-            raise ConfigurationError(
-                f"{consumer} works outside a transaction: it cannot be rolled back."
-            )
-        self.announce(Audit.of(actor, reason), "rehearse", where, 1)
-        return self.on_handlers_database(handler, _rehearsed, self.app, handler, arrival)
-
 
 async def _copy(
     db: Session,
@@ -286,242 +224,3 @@ async def _copy(
     await db.execute(audit.row(store.dialect, f"replay as {consumer}", where, len(fresh)))
     await db.commit()
     return len(fresh)
-
-
-# -- a rehearsal ------------------------------------------------------------------------------
-
-# neither waits long for others, nor lets others wait
-_LOCK_TIMEOUT = timedelta(seconds=2)
-# it keeps locks, and a thread of the dashboard
-_LONGEST = timedelta(seconds=30)
-_STATEMENTS_MAX = 200
-_STATEMENT_CHARACTERS = 2_000
-_STAGED_MAX = 200
-# what ends a transaction, first in its statement or behind a comment; a savepoint's ROLLBACK TO does not, nor does END
-# behind a semicolon, which may end a block
-_ENDS = re.compile(
-    r"(?:^|;|\*/)\s*+"
-    r"(?:commit|abort|prepare\s+transaction|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b"
-    r"|^\s*+end\b",
-    re.IGNORECASE,
-)
-# what is quoted ends nothing, and what looks like a quote in a comment quotes nothing
-_OPAQUE = re.compile(
-    r"--[^\n]*+|/\*(?:[^*]|\*(?!/))*+(?:\*/)?+"
-    r"|'(?:[^']|'')*+'?+|\"(?:[^\"]|\"\")*+\"?+",
-    re.DOTALL,
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsed:
-    """What a handler would have done; nothing of it was committed.
-
-    Attributes:
-        outcome: what would have become of the message: "processed", "failed" (and tried again), "dead", or
-            "broken" when the handler tried to end the transaction, or did end it.
-        statements: what it sent to the database, in its order, without values; the first 200.
-        staged: what it would have staged: outgoing messages, and effects.
-        result: what it returned, as JSON and redacted, where the handler keeps its results.
-    """
-
-    consumer: str
-    message_id: str
-    outcome: Literal["processed", "failed", "dead", "broken"]
-    error_type: str | None = None
-    error: str | None = None
-    duration_s: float
-    statements: tuple[str, ...] = ()
-    staged: tuple[MessageRef, ...] = ()
-    result: bytes | None = None
-
-
-def _opened(match: re.Match[str]) -> str:
-    text = match[0]
-    if text.startswith(("--", "/*")):
-        return "*/"
-    # a backslash may have quoted what seems to end the string, and what has no end quotes nothing
-    closed = len(text) > 1 and text[-1] == text[0] in "'\""
-    return "''" if closed and "\\" not in text else text
-
-
-class _Refused(Exception):
-    """The handler was about to end the transaction."""
-
-
-@dataclass(slots=True)
-class _Watch:
-    """Sees each statement of a handler before it is sent, and refuses what would end the transaction."""
-
-    until: float
-    active: bool = True
-    escaped: bool = False
-    late: bool = False
-    statements: list[str] = field(default_factory=list[str])
-
-    def check(self, sql: str) -> None:
-        if not self.active:
-            return
-        if time.monotonic() > self.until:
-            self.late = True
-            raise _Refused("the time of this rehearsal is over")
-        if _ENDS.search(_OPAQUE.sub(_opened, sql)):
-            self.escaped = True
-            raise _Refused(
-                "a rehearsal is never committed: its handler must not end the transaction"
-            )
-        # what txbox itself writes for the handler is in `staged`
-        if sql and len(self.statements) < _STATEMENTS_MAX and "txbox_" not in sql:
-            self.statements.append(" ".join(sql.split())[:_STATEMENT_CHARACTERS])
-
-
-async def _rehearsed(
-    db: Session, app: Application, handler: Handler, arrival: Arrival
-) -> Rehearsed:
-    """Run a handler for a message whose row is there, and roll back.
-
-    Raises:
-        ConfigurationError: its row is being processed, or locked by another transaction; or its time is over.
-
-    Guarantee: the database refuses COMMIT, and the connection refuses what ends a transaction and is thrown
-        away. What the handler does outside its transaction really happens.
-    """
-    started, redact = time.monotonic(), app.store.columns.redact
-    watch = _Watch(started + _LONGEST.total_seconds())
-    timeout = min(handler.options.timeout or _LONGEST, _LONGEST)
-    bounded = replace(handler, options=replace(handler.options, timeout=timeout))
-    try:
-        await _claimed(db, app, handler, arrival, token := secrets.token_hex(16))
-        ((now,),) = (await db.execute(app.store.dialect.statement("database_clock"))).rows
-        before = await _staged(db, app, handler, arrival)
-        faults = await _broken_references(db, app)
-        assert db.connection is not None
-        db.connection.watch(watch.check)
-        raised: Raised | None = None
-        answers: list[Any] = []
-        try:
-            answers = await handled(db, bounded, [arrival])
-        except Raised as error:
-            raised = error
-        watch.active = False
-        if watch.late or (raised is not None and time.monotonic() > watch.until):
-            longest = lasting(_LONGEST.total_seconds())
-            raise ConfigurationError(
-                f"The handler ran longer than the {longest} of a rehearsal, and is rolled back."
-            )
-        staged: list[MessageRef] = []
-        if raised is None and not watch.escaped:
-            try:
-                staged = await _staged(db, app, handler, arrival)
-                await db.execute(app.store.closing(token))
-                if await _broken_references(db, app) - faults:
-                    broken = StoreError("SQLite: a foreign key would refuse the COMMIT.")
-                    raised = Raised(broken, broken, False)
-                if app.store.dialect.has("rehearse_constraints"):
-                    await db.execute(app.store.dialect.statement("rehearse_constraints"))
-            except StoreError as error:
-                watch.escaped = error.fault is Fault.GUARD
-                raised = Raised(error, error, False)
-    finally:
-        watch.active = False
-        db.discard()
-    done = Rehearsed(
-        consumer=handler.consumer,
-        message_id=arrival.message_id,
-        outcome="processed",
-        duration_s=time.monotonic() - started,
-        statements=tuple(map(redact.error, watch.statements)),
-        staged=tuple(link for link in staged if link not in before),
-        result=redact.json("result", answers[0])[0]
-        if answers and handler.options.keep_result
-        else None,
-    )
-    if watch.escaped:
-        return replace(
-            done,
-            outcome="broken",
-            error_type=BROKEN.error_type,
-            error="the handler ended the transaction that txbox began, or tried to: a worker would reject it for good",
-            staged=(),
-        )
-    return done if raised is None else _failed(app, handler, arrival, done, raised, as_time(now))
-
-
-def _failed(
-    app: Application, handler: Handler, arrival: Arrival, done: Rehearsed, raised: Raised, now: datetime | None
-) -> Rehearsed:  # fmt: skip
-    """What a worker would have made of this failure."""
-    failure = failure_of(
-        raised.error, raised.database_error, handler.options, app.limits, app.store.columns.redact
-    )
-    message, retry = arrival.message, handler.options.retry
-    assert now is not None
-    old = retry.max_age and message.received_at and now - message.received_at > retry.max_age
-    dead = failure.final or message.attempt >= retry.max_attempts or old
-    return replace(
-        done,
-        outcome="dead" if dead else "failed",
-        error_type=failure.error_type,
-        error=failure.error,
-        staged=(),
-    )
-
-
-async def _claimed(
-    db: Session, app: Application, handler: Handler, arrival: Arrival, token: str
-) -> None:
-    timeout = handler.options.timeout
-    claim = app.store.claim_known(
-        "claim_rehearsal",
-        handler.consumer,
-        [arrival.message_id],
-        token=token,
-        lock_timeout=_LOCK_TIMEOUT,
-        idle_s=max(app.lease.duration.total_seconds(), timeout.total_seconds() if timeout else 0.0),
-    )
-    dialect, limit = app.store.dialect, tuple[Statement, ...]()
-    if dialect.has("rehearse_limit"):
-        limit_ms = int(_LONGEST.total_seconds() * 1000)
-        limit = (dialect.statement("rehearse_limit", {"limit_ms": limit_ms}),)
-    try:
-        # first for all of the transaction: the claim puts back what it finds
-        begins = app.store.begin_bounded(_LOCK_TIMEOUT, *limit, *claim)
-        results = await db.begin(begins, user_code=True)
-    except StoreError as error:
-        if error.fault is not Fault.LOCK_TIMEOUT:
-            raise
-        raise ConfigurationError(
-            f"{handler.consumer} {arrival.message_id} is locked by another transaction: try again."
-        ) from None
-    won = app.store.claimed(claim, results[-len(claim) :])
-    if won is None or not won.ids:
-        raise ConfigurationError(
-            f"{handler.consumer} {arrival.message_id} is being processed, or gone: `txbox explain` says which."
-        )
-
-
-async def _staged(
-    db: Session, app: Application, handler: Handler, arrival: Arrival
-) -> list[MessageRef]:
-    """What the message has staged: the ids are derived from its own."""
-    ids = [
-        derived_id(handler.consumer, arrival.message_id, ordinal) for ordinal in range(_STAGED_MAX)
-    ]
-    dialect = app.store.dialect
-    outgoing = await db.execute(dialect.statement("explain_outbox", {}, {"message_id": ids}))
-    staged = links(outgoing.rows)
-    for consumer in app.handlers.consumers():
-        if consumer.startswith(EFFECT_PREFIX):
-            keys = keys_of([consumer], ids)
-            effects = await db.execute(dialect.statement("explain_inbox", {}, keys))
-            staged += links(effects.rows)
-    return sorted(staged, key=lambda link: ids.index(link.message_id))
-
-
-async def _broken_references(db: Session, app: Application) -> set[Sequence[Any]]:
-    """Rows with a dangling reference, on databases that check these only at COMMIT."""
-    dialect = app.store.dialect
-    if not dialect.has("rehearse_references"):
-        return set()
-    result = await db.execute(dialect.statement("rehearse_references"))
-    return {tuple(row) for row in result.rows}

@@ -1,4 +1,4 @@
-"""What changes rows: retry, discard, reroute, accept, edit, replay and rehearse; prune, rescue and send."""
+"""What changes rows: retry, discard, reroute, accept, edit and replay; prune, rescue and send."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ from txbox.cli.output import (
     interactive,
     print_json,
     print_line,
-    print_section,
     print_table,
-    printable_lines,
     progress,
     shown,
 )
@@ -119,14 +117,9 @@ _DESCRIBED = {
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     add_table(commands, common, InboxFilter)
     edit = add_command(commands, "edit", _edit, common)
-    rehearsed = add_command(commands, "rehearse", _rehearse, common)
-    for command, which in ((edit, "the new payload"), (rehearsed, "another payload")):
-        add_options(
-            command, {"of CONSUMER": "the consumer of the message", "message_id ID": "its id"}
-        )
-        add_options(
-            command, {"--payload FILE": f"a file with {which}; - is standard input"}, type=str
-        )
+    add_options(edit, {"of CONSUMER": "the consumer of the message", "message_id ID": "its id"})
+    new = {"--payload FILE": "a file with the new payload; - is standard input"}
+    add_options(edit, new, type=str)
     add_options(
         edit,
         {
@@ -138,7 +131,6 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         },
     )
     add_audit(edit)
-    add_audit(rehearsed)
     replay = add_command(commands, "replay", _change, common, description=f"{_REPLAY}\n\n{_ASKED}")
     # a replay is of one consumer, which is a filter
     names = ("consumer", "status", "topic", "type", "key")
@@ -261,37 +253,6 @@ def _edit(args: argparse.Namespace) -> int:
             f"To edit what was looked at, and nothing that came since: --expect {edited.version}"
         )
     return 0
-
-
-def _rehearse(args: argparse.Namespace) -> int:
-    """Runs the handler of one message and always rolls back. It reports what would have become of the message, the
-    statements of the handler, and what it would have staged. Any message whose payload is kept can be rehearsed.
-
-    Beware: what the handler does outside its transaction (HTTP, files, other connections) really happens. It needs
-    --app, and PostgreSQL or SQLite: MySQL and MariaDB cannot refuse a COMMIT.
-
-    Exit status: 0 it would be processed, 1 it would not.
-    """
-    payload = None if args.payload is None else payload_of(args.payload)
-    with admin_of(args, handlers="runs a handler") as admin:
-        done = admin.rehearse(
-            args.of, args.message_id, payload=payload, actor=args.actor, reason=args.reason
-        )
-    code = 0 if done.outcome == "processed" else 1
-    if args.json:
-        print_json({"action": "rehearse", **as_json(done)})
-        return code
-    would = f"{done.outcome} ({done.error_type})" if code else done.outcome
-    print_line(f"It would be {shown(would)}, after {done.duration_s:.3f} s. Nothing was committed.")
-    if done.error:
-        print_line(f"\n{printable_lines(done.error)}")
-    if done.statements:
-        print_line("\nStatements:")
-        for statement in done.statements:
-            print_line(f"  {shown(statement)}")
-    rows = [(link.topic, link.consumer or "outbox", link.message_id) for link in done.staged]
-    print_section("Staged", ("topic", "where", "id"), rows)
-    return code
 
 
 def _add_targets(

@@ -194,7 +194,7 @@ def opened(args: argparse.Namespace, *, handlers: str | None = None) -> App:
             raise ConfigurationError(
                 "--schema goes with --database: an App has its own App(schema=…)."
             )
-        return _with_file(load(path), args)
+        return _with_file(load(path, getattr(args, "import_from", None)), args)
     if handlers is not None:
         raise ConfigurationError(
             f"`txbox {args.command}` {handlers}, which takes the App: give --app module:app or set TXBOX_APP."
@@ -234,8 +234,11 @@ def admin_of(args: argparse.Namespace, *, handlers: str | None = None) -> Admin:
     return Admin(opened(args, handlers=handlers))
 
 
-def load(path: str) -> App:
-    """Import `module:app`; the working directory is importable.
+def load(path: str, directory: str | None = None) -> App:
+    """Import `module:app`.
+
+    Args:
+        directory: where its modules are, before any others; by default the working directory.
 
     Raises:
         ConfigurationError: the module or attribute does not exist, is not an App, or the module raised.
@@ -245,7 +248,8 @@ def load(path: str) -> App:
         raise ConfigurationError(
             f"{path!r} is not the path of an App: write module:app, like shop:app or shop.events:app."
         )
-    loaded = _imported(module_name, (attribute or "app").split("."))
+    here = str(Path(directory or ".").absolute())
+    loaded = _imported(here, module_name, (attribute or "app").split("."))
     if not isinstance(loaded, App):
         raise ConfigurationError(
             f"{module_name}:{attribute or 'app'} is {with_article(type(loaded).__qualname__)}, not a txbox.App: "
@@ -254,8 +258,7 @@ def load(path: str) -> App:
     return loaded
 
 
-def _imported(name: str, attributes: Sequence[str]) -> Any:
-    here = str(Path.cwd())
+def _imported(here: str, name: str, attributes: Sequence[str]) -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -40,7 +39,15 @@ from txbox.connections.base import (
 )
 from txbox.connections.settings import Settings
 from txbox.errors import ConfigurationError, Fault, StoreError, redacted
-from txbox.session import Connection, Lasts, Result, SettingChange, Statement, Statements
+from txbox.session import (
+    Connection,
+    Lasts,
+    OnStatement,
+    Result,
+    SettingChange,
+    Statement,
+    Statements,
+)
 from txbox.store.dialect import Dialect, dialect, native
 
 _ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
@@ -166,10 +173,10 @@ class AsyncpgConnection(Connection):
     def usable(self) -> bool:
         return not self.lost and self._loop is asyncio.get_running_loop()
 
-    def watch(self, on_statement: Callable[[str], None]) -> None:
+    def watch(self, on_statement: OnStatement) -> None:
         # a pool lends proxies, which call the methods of the real connection's class
         raw = getattr(self.native, "_con", self.native)
-        raw.__class__ = watched_class(type(raw), on_statement, _SENDS)
+        raw.__class__ = watched_class(type(raw), on_statement, _SENDS, values=True)
 
     def listen(self, settings: Settings | None) -> None:
         """Hear of the statements and codecs of the handler; without settings, no longer."""

@@ -758,23 +758,33 @@ def _text_of(cursor: Any, query: Any) -> str:
     return str(query)
 
 
+# what drivers call a statement's values
+_VALUES = ("params", "params_seq", "args")
+
+
 def watched_class(
     kind: Any,
-    on_statement: Callable[[str], None],
+    on_statement: Callable[..., None],
     names: Iterable[str],
     quiet: Container[str] = frozenset(),
+    *,
+    values: bool = False,
 ) -> Any:
     """Return a subclass whose methods of these names call `on_statement` with the statement before they send it.
 
     Args:
         quiet: texts of which it need not hear.
+        values: call it with the statement's values, too.
     """
 
     def method_of(name: str) -> Any:
         send = getattr(kind, name)
 
         def method(self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-            if query.__class__ is not str:
+            if values:
+                text = query if query.__class__ is str else _text_of(self, query)
+                on_statement(text, [*args, *(kwargs[name] for name in _VALUES if name in kwargs)])
+            elif query.__class__ is not str:
                 on_statement(_text_of(self, query))
             elif query not in quiet:
                 on_statement(query)

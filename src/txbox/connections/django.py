@@ -8,7 +8,6 @@ release of a savepoint. Django's transactions are sync only, and so are its hand
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timezone
 from math import inf
@@ -46,7 +45,7 @@ from txbox.connections.base import (
 )
 from txbox.connections.settings import Settings
 from txbox.errors import ConfigurationError, Fault, StoreError
-from txbox.session import Connection, Raised, Result, Statement, Statements, blocking
+from txbox.session import Connection, OnStatement, Raised, Result, Statement, Statements, blocking
 from txbox.store.dialect import Dialect, dialect, native
 
 _VENDORS = {"postgresql", "mysql", "sqlite"}
@@ -188,9 +187,9 @@ class DjangoConnection(Connection):
         if self._object is not None:
             self._object.restore()
 
-    def watch(self, on_statement: Callable[[str], None]) -> None:
+    def watch(self, on_statement: OnStatement) -> None:
         def wrapper(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
-            on_statement(str(sql))
+            on_statement(str(sql), params)
             return execute(sql, params, many, context)
 
         self.native.execute_wrappers.append(wrapper)

@@ -9,11 +9,12 @@ Source: docs/decisions/0031-coroutines.md
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from math import inf
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -49,7 +50,16 @@ from txbox.connections.base import (
     sync_async_mismatch,
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, redacted
-from txbox.session import Connection, Lasts, Result, SettingChange, Statement, Statements, blocking
+from txbox.session import (
+    Connection,
+    Lasts,
+    OnStatement,
+    Result,
+    SettingChange,
+    Statement,
+    Statements,
+    blocking,
+)
 from txbox.store.dialect import Dialect, dialect, native
 
 _CONNECT_TIMEOUT_S = 10
@@ -68,6 +78,11 @@ _NO_LIMIT = "18446744073709551615"
 # what vtgate says that it is; any limit of its own would be put behind GET_LOCK, which it then refuses
 _VITESS, _NO_LIMIT_OF_VTGATE = "-Vitess", "DEFAULT"
 _OPTIONS = frozenset({"charset", "unix_socket", "ssl_ca", "ssl_cert", "ssl_key"})
+_VALUE = re.compile(
+    r"(?:_binary ?|x)?'(?:[^'\\]|\\.|'')*+'?+|\"(?:[^\"\\]|\\.|\"\")*+\"?+"
+    r"|(?<![\w.`\"])-?\d+(?:\.\d+)?(?![\w`\"])",
+    re.IGNORECASE | re.DOTALL,
+)
 # methods that set something without a statement
 _SETTERS = ("select_db", "set_charset", "set_character_set")
 _CONVERTERS = ("encoders", "decoders")
@@ -221,8 +236,28 @@ def _kind(is_async: bool) -> Any:
     for name in _SETTERS:
         if hasattr(driver.Connection, name):
             turns[name] = _setting(name, getattr(driver.Connection, name))
+    if hasattr(driver.Connection, _TLS):
+        turns[_TLS] = _made_once(getattr(driver.Connection, _TLS))
     defaults = {"contended": False, "refused": False, "sets": None, "settings": None}
     return type("Connection", (driver.Connection,), {**defaults, **turns})
+
+
+# of PyMySQL, for each connection
+_TLS = "_create_ssl_ctx"
+
+
+def _made_once(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Without certificates of its own a context is always the same: it reads those of the system, for 10 ms."""
+    made = list[Any]()
+
+    def context(raw: Any, options: Any) -> Any:
+        if options:
+            return create(raw, options)
+        if not made:
+            made.append(create(raw, options))
+        return made[0]
+
+    return context
 
 
 def _heard(query: Callable[..., Any]) -> Callable[..., Any]:
@@ -293,6 +328,23 @@ class MysqlConnection(Connection):
     @property
     def lost(self) -> bool:
         return self._broken or not _is_open(self.native, self.is_async)
+
+    def watch(self, on_statement: OnStatement) -> None:
+        raw = self.native
+        query = raw.query
+
+        def watched(sql: Any, *args: Any, **options: Any) -> Any:
+            text = sql.decode("utf-8", "replace") if isinstance(sql, (bytes, bytearray)) else sql
+            if "txbox_" in text:
+                on_statement(text, None)
+            else:
+                # the drivers fill the values in
+                on_statement(_VALUE.sub("?", text), _VALUE.findall(text))
+            return query(sql, *args, **options)
+
+        raw.query = watched
+        raw.commit = partial(on_statement, "COMMIT", None)
+        raw.rollback = partial(on_statement, "ROLLBACK", None)
 
     def usable(self) -> bool:
         ours = self._loop is None or self._loop is asyncio.get_running_loop()

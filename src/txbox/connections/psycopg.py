@@ -58,7 +58,16 @@ from txbox.connections.libpq import (
 )
 from txbox.errors import ConfigurationError, Fault, StoreError, redacted
 from txbox.policy import Backoff
-from txbox.session import Connection, Failed, Lasts, Raised, Result, Statement, Statements
+from txbox.session import (
+    Connection,
+    Failed,
+    Lasts,
+    OnStatement,
+    Raised,
+    Result,
+    Statement,
+    Statements,
+)
 from txbox.store.dialect import Dialect, dialect, native
 
 # psycopg's own default
@@ -309,13 +318,14 @@ class PsycopgConnection(Connection):
             return False
         return self._loop is None or self._loop is asyncio.get_running_loop()
 
-    def watch(self, on_statement: Callable[[str], None]) -> None:
+    def watch(self, on_statement: OnStatement) -> None:
         raw, sends = self.native, ("execute", "executemany", "stream", "copy")
-        raw.cursor_factory = watched_class(raw.cursor_factory, on_statement, sends)
-        raw.server_cursor_factory = watched_class(raw.server_cursor_factory, on_statement, sends)
+        for name in ("cursor_factory", "server_cursor_factory"):
+            watched = watched_class(getattr(raw, name), on_statement, sends, values=True)
+            setattr(raw, name, watched)
         # psycopg's own methods send these without a cursor
-        raw.commit = partial(on_statement, "COMMIT")
-        raw.rollback = partial(on_statement, "ROLLBACK")
+        raw.commit = partial(on_statement, "COMMIT", None)
+        raw.rollback = partial(on_statement, "ROLLBACK", None)
 
     def has_ended(self) -> bool:
         return self._watched and (self._is_closed() or not is_marked(self.native))

@@ -52,7 +52,7 @@ from txbox.connections.base import (
 )
 from txbox.connections.settings import Settings
 from txbox.errors import ConfigurationError, Fault, StoreError, StoreUnavailable, redacted
-from txbox.session import Connection, Raised, Result, Statement, Statements, blocking
+from txbox.session import Connection, OnStatement, Raised, Result, Statement, Statements, blocking
 from txbox.store.dialect import Dialect, Style, dialect, native
 
 T = TypeVar("T")
@@ -267,15 +267,15 @@ class SQLAlchemyConnection(Connection):
         shared = self._shared
         return shared is not None and _sync(self._session).get_transaction() is not shared
 
-    def watch(self, on_statement: Callable[[str], None]) -> None:
-        def sent(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
-            on_statement(statement)
+    def watch(self, on_statement: OnStatement) -> None:
+        def sent(_conn: Any, _cursor: Any, statement: str, values: Any, *_: Any) -> None:
+            on_statement(statement, values)
 
         def commits(_conn: Any) -> None:
-            on_statement("COMMIT")
+            on_statement("COMMIT", None)
 
         def rolls_back(_conn: Any) -> None:
-            on_statement("ROLLBACK")
+            on_statement("ROLLBACK", None)
 
         event.listen(self._raw, "before_cursor_execute", sent)
         event.listen(self._raw, "commit", commits)

@@ -42,7 +42,15 @@ from txbox.connections.base import (
 )
 from txbox.connections.settings import Settings
 from txbox.errors import ConfigurationError, Fault, StoreError
-from txbox.session import Connection, Lasts, Result, SettingChange, Statement, Statements
+from txbox.session import (
+    Connection,
+    Lasts,
+    OnStatement,
+    Result,
+    SettingChange,
+    Statement,
+    Statements,
+)
 from txbox.store.dialect import Dialect, dialect, native
 
 # SQLITE_TRANSACTION, of an authorizer: BEGIN, COMMIT or ROLLBACK
@@ -268,22 +276,24 @@ class SqliteConnection(Connection):
         raw.settings, raw.sets = database.handler_settings, self.sets
         self._watched = self._discarded = False
 
-    def watch(self, on_statement: Callable[[str], None]) -> None:
+    def watch(self, on_statement: OnStatement) -> None:
         def authorize(action: int, name: str | None, *_: str | None) -> int:
             if action != _TRANSACTION:
                 return sqlite3.SQLITE_OK
             try:
-                on_statement(str(name))
+                on_statement(str(name), None)
             except Exception:  # noqa: BLE001
                 # SQLite ignores exceptions of an authorizer: refuse the statement
                 return sqlite3.SQLITE_DENY
             return sqlite3.SQLITE_OK
 
         # what is traced has its values filled in
-        self._raw.set_trace_callback(lambda sql: on_statement(_VALUE.sub("?", sql)))
+        self._raw.set_trace_callback(
+            lambda sql: on_statement(_VALUE.sub("?", sql), _VALUE.findall(sql))
+        )
         self._raw.set_authorizer(authorize)
         # an exception ends the statement
-        self._raw.set_progress_handler(lambda: on_statement(""), _WATCHED_STEPS)
+        self._raw.set_progress_handler(lambda: on_statement("", None), _WATCHED_STEPS)
 
     def has_ended(self) -> bool:
         # only its user closes a connection to a file

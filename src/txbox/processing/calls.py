@@ -149,11 +149,11 @@ def _bound(
         if called is not None:
             called += [arrival.message_id for arrival in work]
         messages = [_decoded(handler, arrival) for arrival in work]
-        return Run(handler.consumer, messages), messages
+        return Run(handler.consumer, messages, first=work[0].first if work else 0), messages
     if called is not None:
         called.append(work.message_id)
     message = _decoded(handler, work)
-    return Run(handler.consumer, (message,), replied=work.replied), message
+    return Run(handler.consumer, (message,), first=work.first, replied=work.replied), message
 
 
 def _decoded(handler: Handler, arrival: Arrival) -> Message[Any]:

@@ -79,6 +79,7 @@ class Arrival:
 
     Attributes:
         replied: for a replay, the original reply as JSON.
+        first: the ordinal of the first message that it causes.
         received: when it arrived, by `time.monotonic`; 0 if it comes from the table.
         decoded: as the next run of its handler sees it, if that has been decoded ahead.
         unreadable: why its row cannot be read; its message then has neither payload nor headers.
@@ -88,6 +89,7 @@ class Arrival:
     message_id: str
     hash: bytes | None
     replied: bytes | None = None
+    first: int = 0
     received: float = 0.0
     decoded: Message[Any] | None = None
     unreadable: UnreadableMessage | None = None

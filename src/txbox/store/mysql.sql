@@ -107,8 +107,30 @@ UPDATE txbox_inbox
    SET status = 'processing', token = :token, lease_until = NULL, updated_at = UTC_TIMESTAMP(6)
  WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status = 'processed'
 
--- nothing: claim_rehearsal rehearse_limit rehearse_references
--- No COMMIT can be refused here, so nothing is rehearsed.
+-- name: rehearse_leave
+-- Of the transaction that has begun: the branch below must not be inside of one.
+ROLLBACK
+
+-- name: rehearse_begin
+-- In a branch of an XA transaction the server refuses COMMIT, ROLLBACK, and whatever commits by itself (error 1399).
+-- Nothing of it stays when its connection ends.
+XA START :token
+
+-- name: rehearse_limit
+-- MariaDB reads the second comment; MySQL the first, which limits only SELECT.
+SET /*!50708 SESSION max_execution_time = :limit_ms */ /*M!100101 SESSION max_statement_time = :limit_ms / 1000 */
+
+-- name: rehearse_wait
+-- Behind the claim, which puts back what the session had.
+SET SESSION innodb_lock_wait_timeout = (CAST(:lock_timeout_ms AS UNSIGNED) + 999) DIV 1000
+
+-- name: claim_rehearsal
+UPDATE txbox_inbox
+   SET status = 'processing', token = :token, lease_until = NULL, updated_at = UTC_TIMESTAMP(6)
+ WHERE consumer = :consumer AND message_id IN ({:rows.message_id}) AND status <> 'processing'
+
+-- nothing: rehearse_references rehearse_record rehearse_written
+-- Constraints are checked at once, and no transaction is told which rows it has written.
 
 -- name: bound_lock_timeout
 -- A session setting in whole seconds, rounded up, because a limit is at least a millisecond.

@@ -187,8 +187,24 @@ SELECT set_config('statement_timeout', :limit_ms::text, true)
 -- nothing: keyspace keyspace_shards
 -- Vitess speaks MySQL.
 
--- nothing: rehearse_references
--- rehearse_constraints checks them.
+-- nothing: rehearse_references rehearse_leave rehearse_begin rehearse_wait rehearse_record
+-- rehearse_constraints checks them, the guard refuses COMMIT, and the server counts what is written.
+
+-- fragment: is_small
+pg_relation_size(stat.relid) <= 2097152 AND has_table_privilege(stat.relid, 'SELECT')
+
+-- name: rehearse_written
+-- How many rows this transaction has written, by table, triggers and cascades included; a query for those that it left
+-- behind, where the table is so small that reading all of it holds nobody up; and whether that query finds all.
+SELECT stat.schemaname || '.' || stat.relname, stat.n_tup_ins, stat.n_tup_upd, stat.n_tup_del,
+       CASE WHEN [is_small]
+            THEN format('SELECT to_jsonb(t)::text FROM ONLY %I.%I AS t WHERE age(t.xmin) <= 0 '
+                        'AND pg_xact_status(((pg_current_xact_id()::text::bigint >> 32 << 32) '
+                        '+ t.xmin::text::bigint)::text::xid8) = ''in progress'' '
+                        'ORDER BY t.cmin::text::bigint, t.ctid', stat.schemaname, stat.relname) END,
+       [is_small] AND stat.n_tup_del = 0
+  FROM pg_stat_xact_user_tables AS stat
+ WHERE stat.n_tup_ins + stat.n_tup_upd + stat.n_tup_del > 0 AND stat.relname !~ '^txbox_'
 
 -- name: bound_lock_timeout
 -- For storing, and for accept with a timeout; restore_lock_timeout restores the caller's setting.

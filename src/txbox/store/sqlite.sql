@@ -111,8 +111,36 @@ RETURNING message_id
 -- nothing: keyspace keyspace_shards
 -- Vitess speaks MySQL.
 
--- nothing: rehearse_limit
--- The connection's progress handler ends a statement.
+-- nothing: rehearse_limit rehearse_leave rehearse_begin rehearse_wait
+-- The connection's progress handler ends a statement, and the guard refuses COMMIT.
+
+-- fragment: recorded op row
+SELECT 'CREATE TEMP TRIGGER txbox_written_[op]_' || tab.rowid || ' AFTER [op] ON main."' || replace(tab.name, '"', '""')
+       || '" BEGIN INSERT INTO txbox_written (tab, op, content) VALUES (' || quote(tab.name) || ', ''[op]'', char(123) || '
+       || group_concat(quote(json_quote(col.name) || ':') || ' || json_quote(CASE typeof([row].' || col.quoted
+                       || ') WHEN ''blob'' THEN hex([row].' || col.quoted || ') ELSE [row].' || col.quoted || ' END)',
+                       ' || '','' || ') || ' || char(125)); END'
+  FROM sqlite_schema AS tab
+  JOIN (SELECT inside.name AS tab, info.name, '"' || replace(info.name, '"', '""') || '"' AS quoted
+          FROM sqlite_schema AS inside, pragma_table_info(inside.name) AS info) AS col ON col.tab = tab.name
+ WHERE tab.type = 'table' AND tab.name NOT LIKE 'txbox\_%' ESCAPE '\' AND tab.name NOT LIKE 'sqlite\_%' ESCAPE '\'
+   AND tab.sql NOT LIKE 'CREATE VIRTUAL%'
+ GROUP BY tab.name
+
+-- name: rehearse_record
+-- Statements that have this connection alone note every row that is written, triggers and cascades included.
+SELECT 'CREATE TEMP TABLE txbox_written (number INTEGER PRIMARY KEY, tab TEXT, op TEXT, content TEXT)'
+ UNION ALL
+[recorded insert, NEW]
+ UNION ALL
+[recorded update, NEW]
+ UNION ALL
+[recorded delete, OLD]
+
+-- name: rehearse_written
+SELECT tab, sum(op = 'insert'), sum(op = 'update'), sum(op = 'delete'),
+       'SELECT json_object(op, json(content)) FROM txbox_written WHERE tab = ' || quote(tab) || ' ORDER BY number', 1
+  FROM txbox_written GROUP BY tab
 
 -- name: rehearse_references
 -- Instead, those that lead nowhere before and after are compared.
