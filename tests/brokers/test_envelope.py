@@ -55,6 +55,9 @@ STRUCTURED = "application/cloudevents+json"
 def on_kafka(attributes: Attributes, payload: bytes, content_type: str | None) -> Delivery:
     pairs = [*attributes.items(), *([("content-type", content_type)] if content_type else [])]
     raw: Any = SimpleNamespace(
+        topic=lambda: "orders",
+        partition=lambda: 0,
+        offset=lambda: 7,
         value=lambda: payload,
         headers=lambda: [
             (name, value.encode() if isinstance(value, str) else value) for name, value in pairs
