@@ -13,29 +13,30 @@ import pytest
 from confluent_kafka.admin._config import ConfigResource
 from confluent_kafka.admin._resource import ResourceType
 
-from tests.support.brokers.conformance import STRICT, SourceConformance, service, the_message
 from tests.support.brokers.kafka import MakeRaw, each_once, new_topic, produce
 from tests.support.brokers.kafka import service as process
-from tests.support.brokers.rigs import Note, Rig, notes, opened, take
 from tests.support.brokers.rigs.kafka_share import KafkaShareRig
-from tests.support.databases import Raw
-from tests.support.servers.control import ThrowawayKafka, ThrowawayPostgres
-from tests.support.shop import (
-    CONSUMER,
-    Shop,
-    add_effect,
-    create_effects,
-    effects,
-    quarantined,
-    statuses,
-)
-from tests.support.shop import opened as opened_shop
+from tests.support.servers.control import ThrowawayKafka
+from tests.support.shop import create_effects
 from tests.support.waiting import DEADLINE_S, eventually
-from tests.support.workers import running, worker
-from txbox import App, Message, events
+from tests.support.workers import worker
+from txbox import Message, events
 from txbox.brokers.kafka import Kafka
+from txbox.connections.base import connection_lost
 from txbox.errors import ConfigurationError, StoreError
-from txbox.identity import message_id
+from txbox.testing.brokers import (
+    Note,
+    Rig,
+    Serve,
+    SourceConformance,
+    Trial,
+    id_of,
+    notes,
+    opened,
+    take,
+    the_message,
+)
+from txbox.testing.faults import passing
 
 pytestmark = pytest.mark.brokers
 
@@ -50,9 +51,15 @@ def rig(kafka_bootstrap: str) -> Iterator[KafkaShareRig]:
 
 
 @pytest.fixture
-def shop(sqlite_url: str) -> Iterator[Shop]:
-    with opened_shop(sqlite_url, lease=STRICT) as shop:
-        yield shop
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    with ExitStack() as stack:
+
+        def made(rig: Rig, *args: Any, **options: Any) -> Trial:
+            trial = Trial(rig, tmp_path / "service.db", *args, **options)
+            stack.callback(trial.close)
+            return trial
+
+        yield made
 
 
 class TestKafkaShare(SourceConformance):
@@ -61,53 +68,49 @@ class TestKafkaShare(SourceConformance):
         with KafkaShareRig(throwaway_kafka.bootstrap, throwaway_kafka) as rig:
             yield rig
 
-    def test_a_slow_handler_keeps_its_message(self, rig: Rig, shop: Shop) -> None:
+    def test_a_slow_handler_keeps_its_message(self, rig: Rig, serve: Serve) -> None:
         """Not here, as a lock cannot be renewed: another member gets it, and it still has one effect."""
         go = threading.Event()
-        watched = service(shop, rig, lambda _: go.wait(DEADLINE_S), source=rig.impatient)
+        service = serve(rig, lambda _: go.wait(DEADLINE_S), source=rig.impatient)
         rig.publish(Note("slow"))
-        with running(worker(shop.app)), opened(rig, **rig.impatient) as rival:
-            eventually(lambda: shop.calls)
+        with service.running(), opened(rig, **rig.impatient) as rival:
+            eventually(lambda: service.calls)
             (again,) = take(rival, 1)
             assert (again.redelivered, again.store_from) == (True, 0.0)
             go.set()
-            eventually(lambda: watched.idle)
-            assert shop.app.process(the_message(again)) == "duplicate"
+            eventually(lambda: service.idle() and service.effects() == 1)
+            assert service.app.process(the_message(again)) == "duplicate"
             rival.settle([again])
-        assert (shop.calls, effects(shop.raw)) == (["slow"], 1)
+        assert service.calls == ["slow"]
         assert rig.outstanding() == 0
 
-    def test_while_the_database_is_away_nothing_is_given_back_or_counted(self, rig: Rig) -> None:
+    def test_while_the_database_is_away_nothing_is_given_back_or_counted(
+        self, rig: Rig, serve: Serve
+    ) -> None:
         """By us; the broker counts each lock that ends: an outage costs a message one of its deliveries, not all."""
-        with ThrowawayPostgres() as database:
-            with App(database.url) as app:
-                app.init()
-            with opened_shop(database.url, lease=STRICT) as shop:
-                # the shortest lock that a broker allows
-                watched = service(shop, rig, source={"share_record_lock_duration_ms": 1000})
-                rig.publish(Note("before"))
-                with running(worker(shop.app)) as codes:
-                    eventually(lambda: len(watched.settled) == 1)
-                    shop.raw.close()
-                    database.stop(immediate=True)
-                    rig.publish(*notes(5))
-                    away_until = time.monotonic() + ENDS
-                    eventually(lambda: shop.emitted(events.ConsumptionPaused))
-                    # as many locks end as would cost all deliveries
-                    eventually(lambda: time.monotonic() > away_until)
-                    assert (len(watched.settled), codes) == (1, [])
-                    assert len(watched.received) <= 6
-            # nothing is left in memory
-            database.start()
-            with App(database.url) as app, Raw(database.url) as raw:
-                register: Any = app.handler(rig.topic, consumer=CONSUMER)
-                register(lambda message, tx: add_effect(tx, message.id))
-                app.consume(rig.source())
-                with running(worker(app)):
-                    eventually(lambda: effects(raw) >= 6)
-                assert (effects(raw), statuses(raw)) == (6, {"processed": 6})
-                assert raw.value("SELECT max(attempts) FROM txbox_inbox") == 0
-        assert rig.outstanding() == 0
+        # the shortest lock that a broker allows
+        service = serve(rig, source={"share_record_lock_duration_ms": 1000})
+        rig.publish(Note("before"))
+        away = threading.Event()
+
+        def lose(name: str) -> None:
+            if away.is_set() and name.startswith("before:") and name != "before:ack":
+                raise connection_lost(definite=True)
+
+        with passing(lose), service.running() as codes:
+            eventually(lambda: len(service.settled) == 1)
+            away.set()
+            rig.publish(*notes(5))
+            # as many locks end as would cost all deliveries
+            until = time.monotonic() + ENDS
+            eventually(lambda: service.emitted(events.ConsumptionPaused))
+            eventually(lambda: time.monotonic() > until)
+            assert (len(service.settled), codes) == (1, [])
+            assert len(service.received) <= 6
+            away.clear()
+            eventually(lambda: service.effects() == 6 and rig.outstanding() == 0)
+        service.each_once(6)
+        assert service.rows("SELECT max(attempts) FROM txbox_inbox") == [(0,)]
 
 
 # -- what the broker counts ---------------------------------------------------------------------------
@@ -142,7 +145,7 @@ class Away:
         return
 
 
-def test_what_comes_again_is_stored_before_it_is_run(rig: KafkaShareRig, shop: Shop) -> None:
+def test_what_comes_again_is_stored_before_it_is_run(rig: KafkaShareRig, serve: Serve) -> None:
     rig.publish(Note("m0"))
     with opened(rig) as source:
         (first,) = take(source, 1)
@@ -150,34 +153,33 @@ def test_what_comes_again_is_stored_before_it_is_run(rig: KafkaShareRig, shop: S
         assert first.store_from is not None
         assert first.store_from > time.monotonic()
     seen: list[tuple[str, int]] = []
-    service(
-        shop, rig, lambda _: seen.extend(shop.raw.rows("SELECT status, starts FROM txbox_inbox"))
+    service: Trial = serve(
+        rig, lambda _: seen.extend(service.rows("SELECT status, starts FROM txbox_inbox"))
     )
-    with running(worker(shop.app)):
-        eventually(lambda: shop.effects() == 1)
+    with service.running():
+        eventually(lambda: service.effects() == 1)
     assert seen == [("processing", 1)]
     assert rig.outstanding() == 0
 
 
-def test_what_waits_for_half_of_its_lock_is_stored(rig: KafkaShareRig, shop: Shop) -> None:
+def test_what_waits_for_half_of_its_lock_is_stored(rig: KafkaShareRig, serve: Serve) -> None:
     """A batch that a slow handler cannot finish leaves it: the others of it are acknowledged in time."""
-    watched: Any = None
     seen: list[list[tuple[str]]] = []
 
     def slow(_: Message[Any]) -> None:
         seen.append(
-            shop.raw.rows("SELECT DISTINCT status FROM txbox_inbox WHERE status <> 'processed'")
+            service.rows("SELECT DISTINCT status FROM txbox_inbox WHERE status <> 'processed'")
         )
-        if len(shop.calls) == 1:
-            late = max(delivery.store_from or 0.0 for delivery in watched.received)
+        if len(service.calls) == 1:
+            late = max(delivery.store_from or 0.0 for delivery in service.received)
             eventually(lambda: time.monotonic() > late)
 
     options: Any = {"share_record_lock_duration_ms": 3000}
-    watched = service(shop, rig, slow, source=options, concurrency=1)
+    service = serve(rig, slow, source=options, concurrency=1)
     rig.publish(*notes(3))
-    with running(worker(shop.app)):
-        eventually(lambda: len(watched.settled) == 3 and shop.effects() == 3)
-    assert len(watched.received) == 3, "a lock has ended"
+    with service.running():
+        eventually(lambda: len(service.settled) == 3 and service.effects() == 3)
+    assert len(service.received) == 3, "a lock has ended"
     assert seen == [[], [("processing",)], [("processing",)]]
     assert rig.outstanding() == 0
 
@@ -202,7 +204,7 @@ def test_nothing_is_fetched_while_the_database_is_away(rig: KafkaShareRig) -> No
             )
         context.away = False
         found = take(source, 2)
-        assert {message_id(the_message(delivery)) for delivery in found} == {"m0", "m1"}
+        assert {id_of(delivery) for delivery in found} == {"m0", "m1"}
         assert all(delivery.redelivered for delivery in found)
         assert context.writes, "a database may answer, and store nothing"
         source.settle([first, *found])
@@ -220,15 +222,15 @@ def _refused(source: Any) -> bool:
 
 
 def test_without_ids_a_source_that_was_refused_sets_its_messages_aside(
-    rig: KafkaShareRig, shop: Shop
+    rig: KafkaShareRig, serve: Serve
 ) -> None:
     """They would be dropped one day, as each worker that is refused is a delivery."""
     rig.publish(*(Note(payload=b"%d" % number) for number in range(100)))
-    service(shop, rig)
-    with running(worker(shop.app)):
-        eventually(lambda: shop.emitted(events.SourceRefused))
-    with running(worker(shop.app)):
-        eventually(lambda: len(quarantined(shop.raw)) == 100)
+    service = serve(rig)
+    with service.running():
+        eventually(lambda: service.emitted(events.SourceRefused))
+    with service.running():
+        eventually(lambda: len(service.quarantined()) == 100)
     assert rig.outstanding() == 0
 
 
@@ -308,7 +310,7 @@ def test_options_that_a_share_group_has_not_are_refused(options: dict[str, Any])
 
 
 def test_what_no_share_group_can_do_is_refused(
-    rig: KafkaShareRig, shop: Shop, caplog: pytest.LogCaptureFixture
+    rig: KafkaShareRig, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     nothing: Any = None
     with pytest.raises(ConfigurationError, match="omit anchored="):
@@ -319,8 +321,7 @@ def test_what_no_share_group_can_do_is_refused(
         Kafka("localhost:9092", share=True).consumer(["orders"], nothing)
     with pytest.raises(ConfigurationError, match=r"no\.such\.option"):
         Kafka("localhost:9092", group="shop", share=True, no_such_option=1).consumer(["o"], nothing)
-    service(shop, rig, ordered=True)
-    assert worker(shop.app).run() != 0
+    assert worker(serve(rig, ordered=True).app).run() != 0
     assert "several consumers at once" in caplog.text
 
 

@@ -286,6 +286,11 @@ class ServerProcess(ServerDirectory, ABC):
     def initialise(self) -> None:
         """Fill the new, empty directory."""
 
+    @property
+    def format(self) -> str:
+        """What its directory was made by, where another one must make it anew."""
+        return ""
+
     @abstractmethod
     def ping(self) -> str:
         """The server's version; raises one of `not_ready` while it does not answer."""
@@ -307,10 +312,11 @@ class ServerProcess(ServerDirectory, ABC):
 
     def launch(self) -> None:
         """The first half of `start`: it may not answer yet."""
-        if not (self.directory / "complete").exists():
+        complete = self.directory / "complete"
+        if not complete.exists() or (complete.read_text() != self.format and not self.running()):
             self.claim()
             self.initialise()
-            (self.directory / "complete").touch()
+            complete.write_text(self.format)
         if not self.running():
             account = self._account()
             with self.log.open("ab") as log:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from confluent_kafka import Consumer, TopicPartition
 
-from tests.support.brokers.rigs import opened
 from tests.support.brokers.rigs.kafka import KafkaRig
 from tests.support.waiting import DEADLINE_S
-from txbox.brokers.base import Delivery
 from txbox.brokers.kafka import Kafka
 
 _DESCRIBE_SHARE_GROUP_OFFSETS = 90
 
 
 class KafkaShareRig(KafkaRig):
+    lacks: ClassVar = {"native ids": "a record has a key, and no id"}
+
     @property
     def impatient(self) -> Mapping[str, Any]:
         return {"share_record_lock_duration_ms": 1500}
@@ -34,11 +33,6 @@ class KafkaShareRig(KafkaRig):
 
     def outstanding(self) -> int:
         return unacknowledged(self.address, self.topic, self.topic)
-
-    @contextmanager
-    def rival(self) -> Iterator[Callable[[], Sequence[Delivery]]]:
-        with opened(self, **self.impatient) as source:
-            yield lambda: source.receive(100, 0.05)
 
 
 def unacknowledged(bootstrap: str, group: str, topic: str, partitions: int = 1) -> int:

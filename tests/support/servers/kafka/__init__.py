@@ -55,6 +55,11 @@ class KafkaServer(java.JavaServer):
     def controller_port(self) -> int:
         return self.port + 1
 
+    @property
+    def format(self) -> str:
+        # a newer Kafka goes on with the features of the one that formatted its storage
+        return java.jars(POM).name
+
     def initialise(self) -> None:
         settings = self.directory / "server.properties"
         lines = [f"{name}={value}\n" for name, value in self._settings().items()]
