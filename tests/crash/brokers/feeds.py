@@ -152,7 +152,8 @@ class ShareFeed(KafkaFeed):
 
     def source(self, member: int) -> Source:
         # a dead member keeps its share of the partitions for as long as its session lasts
-        options = {"log_level": 0, "share.session.timeout.ms": 2000}
+        soon = {"share.session.timeout.ms": 2000, "share.heartbeat.interval.ms": 1000}
+        options = {"log_level": 0, **soon}
         return Kafka(self.url, group=self.name, share=True, options=options)
 
     def left(self, workers: int = 0) -> int:

@@ -26,7 +26,7 @@ class KafkaShareRig(KafkaRig):
     @property
     def replaceable(self) -> Mapping[str, Any]:
         """What a dead member had is free as soon as its connection ends, its partitions when its session does."""
-        return {"share_session_timeout_ms": 2000}
+        return {"share_session_timeout_ms": 2000, "share_heartbeat_interval_ms": 1000}
 
     def source(self, **options: Any) -> Kafka:
         return Kafka(self.address, group=self.topic, share=True, **options)
