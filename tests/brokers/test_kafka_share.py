@@ -336,6 +336,8 @@ def test_the_group_is_set_up_and_what_others_have_set_stays(rig: KafkaShareRig) 
         rig, share_record_lock_duration_ms=20_000, share_isolation_level="read_uncommitted"
     ):
         pass
+    # a broker learns of a change a moment after it is made
+    eventually(lambda: _settings(rig)["share.record.lock.duration.ms"] == "20000")
     with opened(rig) as source:
         settings = _settings(rig)
         assert source.redelivery_s == 20
