@@ -59,7 +59,7 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
              "edit billing evt-1 --payload fixed.json --app shop:app"),
     "rehearse": ("rehearse", "run handlers and roll everything back; compare a new release with the running one",
                  "rehearse billing evt-1 --payload fixed.json --app shop:app",
-                 "rehearse --last 1000 --app shop:app --against shop:app --against-path ../new"),
+                 "rehearse --app shop:app --against shop:app --against-path ../new"),
     "replay": ("change", "run processed messages again, or feed another consumer",
                "replay billing evt-1 --app shop:app"),
     "outbox": ("change", "list, show, retry, discard or reroute outgoing messages"),
