@@ -181,7 +181,11 @@ class _Wrong:
         (tmp_path / "spool.py").write_text(wrong.applied())
         if request.function.__name__ in wrong.points:
             raised = AssertionError, FileNotFoundError, BrokerUnavailable
-            request.applymarker(pytest.mark.xfail(reason=wrong.does, strict=True, raises=raised))
+            # before the first acknowledgement all may be committed: then whoever acknowledged sooner has lost nothing
+            late = request.node.callspec.params.get("crash") == "before:ack"
+            request.applymarker(
+                pytest.mark.xfail(reason=wrong.does, strict=not late, raises=raised)
+            )
             monkeypatch.setattr(brokers, "DEADLINE_S", 1.5)
         with DefectRig(str(tmp_path)) as rig:
             yield rig
