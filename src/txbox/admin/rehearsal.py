@@ -161,20 +161,20 @@ class Record:
     def shown(self, redact: Redaction) -> dict[str, Any]:
         """The same as people may see it."""
         document = self.document()
-        secrets = set(_hidden_in(self.body, _shown_json(redact, "body", self.body)))
+        hidden = set(_hidden_in(self.body, _shown_json(redact, "body", self.body)))
         if "result" in document:
             document["result"] = _shown_json(redact, "result", self.result)
-            secrets.update(_hidden_in(self.result, document["result"]))
+            hidden.update(_hidden_in(self.result, document["result"]))
         if "staged" in document:
             document["staged"] = {
                 topic: [_shown_message(redact, message) for message in messages]
                 for topic, messages in self.staged.items()
             }
-            secrets.update(_hidden_in(self.staged, document["staged"]))
+            hidden.update(_hidden_in(self.staged, document["staged"]))
         names = {path.rpartition(".")[2] for path in redact.fields}
         for kind in ("rows", "statements"):
             if kind in document:
-                document[kind] = _redacted(document[kind], redact, names, secrets)
+                document[kind] = _redacted(document[kind], redact, names, hidden)
         return document
 
 
@@ -202,19 +202,19 @@ def _hidden_in(value: Any, shown: Any) -> Iterator[str]:
         yield str(value)
 
 
-def _redacted(value: Any, redact: Redaction, names: set[str], secrets: set[str]) -> Any:
-    """What may be shown of rows: neither columns of such names, nor values that have one of the secrets in them."""
+def _redacted(value: Any, redact: Redaction, names: set[str], hidden: set[str]) -> Any:
+    """What may be shown of rows: neither columns of such names, nor values that have hidden text in them."""
     if isinstance(value, dict):
         values = cast("dict[str, object]", value)
         return {
-            name: HIDDEN if name in names else _redacted(item, redact, names, secrets)
+            name: HIDDEN if name in names else _redacted(item, redact, names, hidden)
             for name, item in values.items()
         }
     if isinstance(value, list):
         items = cast("list[object]", value)
-        return [_redacted(item, redact, names, secrets) for item in items]
+        return [_redacted(item, redact, names, hidden) for item in items]
     text = str(value).strip("'")
-    if text in secrets or any(secret in text for secret in secrets if len(secret) >= _TELLING):
+    if text in hidden or any(each in text for each in hidden if len(each) >= _TELLING):
         return HIDDEN
     return redact.error(value) if isinstance(value, str) else value
 
