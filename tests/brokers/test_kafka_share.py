@@ -41,7 +41,7 @@ from txbox.testing.faults import passing
 pytestmark = pytest.mark.brokers
 
 #: More deliveries than the broker makes of a record.
-ENDS = 6
+ENDS = 11
 
 
 @pytest.fixture

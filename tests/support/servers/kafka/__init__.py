@@ -122,6 +122,7 @@ class KafkaServer(java.JavaServer):
             "group.share.min.heartbeat.interval.ms": 500,
             "group.share.heartbeat.interval.ms": 1000,
             "group.share.min.record.lock.duration.ms": 1000,
+            "group.share.delivery.count.limit": 10,
             "share.coordinator.state.topic.num.partitions": 5,
             # A killed broker is noticed, and may come back under its name, after this long.
             "broker.session.timeout.ms": 4000,
