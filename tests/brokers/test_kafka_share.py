@@ -240,7 +240,9 @@ def test_a_worker_that_is_killed_more_often_than_the_broker_delivers(
 ) -> None:
     topic, database = new_topic(kafka_bootstrap), raw(postgresql_url)
     create_effects(database)
-    produce(kafka_bootstrap, topic, range(20))
+    # each life of a worker does two of them
+    numbers = range(3 * ENDS)
+    produce(kafka_bootstrap, topic, numbers)
     plan = {
         "url": postgresql_url, "bootstrap": kafka_bootstrap, "group": topic, "topic": topic,
         "share": True, "lease_s": 1,
@@ -249,7 +251,7 @@ def test_a_worker_that_is_killed_more_often_than_the_broker_delivers(
         with process(plan, tmp_path / str(number), ("after:handler", 3)) as killed:
             killed.wait(DEADLINE_S)
     with process(plan, tmp_path / "last"):
-        each_once(database, range(20))
+        each_once(database, numbers)
 
 
 # -- a partition and many workers ---------------------------------------------------------------------
