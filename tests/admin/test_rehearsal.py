@@ -19,7 +19,8 @@ from sqlalchemy import orm
 from tests.support.databases import NewDatabase, Raw
 from tests.support.shop import CONSUMER, TOPIC, Shop, create_effects, effects, execute, opened, paid
 from txbox import App, ConfigurationError, Message, Outcome, Reject, RetryPolicy
-from txbox.admin import Admin, InboxFilter, rehearsal
+from txbox.admin import Admin, InboxFilter, OutboxFilter, rehearsal
+from txbox.brokers.local import Local
 from txbox.connections.asyncpg import AsyncpgConnection
 from txbox.store.dialect import dialect
 
@@ -85,6 +86,25 @@ def test_a_processed_message_and_another_payload(shop: Shop) -> None:
         assert admin.rehearse(CONSUMER, "m1", payload=b"other").outcome == "processed"
     assert seen[-1] == b"other"
     assert effects(shop.raw) == 1
+
+
+def test_what_it_stages_is_told_while_that_of_the_first_run_still_waits(shop: Shop) -> None:
+    def body(message: Message[Any], tx: Any) -> None:
+        shop.app.outbox.stage(tx, "refunds" if message.payload == b"other" else "receipts", {})
+
+    shop.app.publish(Local(), topics=["receipts", "refunds"])
+    shop.handler(body, keep_payload="always")
+    assert shop.deliver(paid("m1")) is Outcome.PROCESSED
+    staged = "SELECT id, topic FROM txbox_outbox"
+    before = shop.raw.rows(staged)
+    with Admin(shop.app) as admin:
+        (again,) = admin.rehearse(CONSUMER, "m1").staged
+        (other,) = admin.rehearse(CONSUMER, "m1", payload=b"other").staged
+        (first,) = admin.list(OutboxFilter(topic="receipts"))
+    # under the id that it would have
+    assert again.message_id == other.message_id == first.message_id
+    assert (again.topic, other.topic) == ("receipts", "refunds")
+    assert shop.raw.rows(staged) == before
 
 
 def test_what_fails_says_so_and_leaves_nothing(shop: Shop) -> None:

@@ -126,6 +126,9 @@ def test_a_call_is_known_by_the_models_id(shop: Shop, rows: Rows) -> None:
     assert rows("SELECT * FROM txbox_quarantine") == []  # its caller has been told
     ids = rows("SELECT message_id FROM txbox_inbox ORDER BY arrival")
     assert ids[0] == ("ticket%201%23 call%201",)
+    # a text that is none, as JSON can carry it
+    with run("ticket \ud800", call="call 1"):
+        assert shop.refund(1) == shop.refund(1)
 
 
 def test_a_call_is_known_by_its_arguments_where_these_say_so(database: Path, rows: Rows) -> None:

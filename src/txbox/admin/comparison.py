@@ -16,7 +16,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import IO, Any, Self, cast
 
 from txbox.admin.rehearsal import Record, Rehearsals, recorded
@@ -408,16 +408,7 @@ def answer(
     for line in requests:
         record = recorded(admin, *json.loads(line))
         reply = Reply.of(record, record.shown(redact) if shown else None)
-        _send(
-            replies,
-            {
-                "skipped": reply.skipped,
-                "document": reply.document,
-                "shown": reply.shown,
-                "complete": reply.complete,
-                "handler_s": reply.handler_s,
-            },
-        )
+        _send(replies, {each.name: getattr(reply, each.name) for each in fields(reply)})
 
 
 def _send(stream: IO[str], value: Any) -> None:

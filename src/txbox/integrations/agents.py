@@ -577,7 +577,9 @@ def _by_name(arguments: BoundArguments) -> dict[str, Any]:
 
 
 def _key(call: _Call) -> str | None:
-    return None if call.run is None else call.run.encode()[:TEXT_BYTES_MAX].decode(errors="ignore")
+    if call.run is None:
+        return None
+    return call.run.encode(errors="replace")[:TEXT_BYTES_MAX].decode(errors="ignore")
 
 
 def _first_line(error: str | None) -> str:

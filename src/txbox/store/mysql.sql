@@ -457,7 +457,8 @@ SELECT GET_LOCK(CONCAT('txbox.', SHA2(DATABASE(), 224)), 3600)
 SELECT RELEASE_LOCK(CONCAT('txbox.', SHA2(DATABASE(), 224)))
 
 -- name: session
--- What `schema.unfit` judges; 0 is no limit to Vitess. SHOW VARIABLES would be cut off by sql_select_limit, which a LIMIT overrides.
+-- What `schema.unfit` judges; 0 is no limit to Vitess. SHOW VARIABLES would be cut off by sql_select_limit, which a
+-- LIMIT overrides.
 SELECT 'character_set_client', CAST(@@character_set_client AS CHAR)
  UNION ALL
 SELECT 'character_set_connection', CAST(@@character_set_connection AS CHAR)

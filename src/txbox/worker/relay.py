@@ -294,11 +294,11 @@ class Relay:
         confirmed: list[Staged] = []
         failed: list[tuple[Staged, Exception]] = []
         unsent: list[Staged] = []
-        refused: Collection[str] = ()
+        paused: Collection[str] = ()
         reachable = True
         for part in _waves(rows, runs=self._runs):
-            unsent += [row for row in part if row.message.topic in refused]
-            wave = [row for row in part if row.message.topic not in refused]
+            unsent += [row for row in part if row.message.topic in paused]
+            wave = [row for row in part if row.message.topic not in paused]
             wave = self._behind(wave, unsent, failed)
             if not wave:
                 continue
@@ -325,7 +325,7 @@ class Relay:
                     stopped.add(row.run)
             if unsent or self._paused_topics:
                 reachable = self._pause_topics(wave, answers)
-                refused = self._paused_topics
+                paused = self._paused_topics
         points.at("relay:published")
         self._record(confirmed, failed, unsent, token, started)
         points.at("relay:marked")

@@ -7,15 +7,14 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pymysql
 
 from tests.support.servers import ServerError, UnavailableError
 from tests.support.servers.mariadb import PASSWORD, MariaDBServer
 from tests.support.servers.mysql import MySQLServer
-from tests.support.servers.process import ServerProcess, throwaway_name
+from tests.support.servers.process import ServerProcess, Throwaway, throwaway_name
 from tests.support.waiting import DEADLINE_S
 
 _numbers = itertools.count(1)
@@ -163,7 +162,7 @@ class GroupNode(_Node, MySQLServer):
 N = TypeVar("N", GaleraNode, GroupNode)
 
 
-class _Cluster(Generic[N]):
+class _Cluster(Throwaway, Generic[N]):
     """Nodes are numbered from 1. `stop(2, immediate=True)` is SIGKILL; a stopped node keeps its data."""
 
     nodes: list[N]
@@ -184,27 +183,11 @@ class _Cluster(Generic[N]):
         """Start a stopped node; returns when it takes writes again."""
         raise NotImplementedError
 
-    def _start_all(self) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        try:
-            for node in self.nodes:
-                node.members = self.nodes
-                node.claim()
-            self._start_all()
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._remove()
+    def _claim_all(self) -> None:
+        """Before any of them starts, as they name one another."""
+        for node in self.nodes:
+            node.members = self.nodes
+            node.claim()
 
     def _remove(self) -> None:
         for node in self.nodes:
@@ -238,6 +221,7 @@ class ThrowawayGalera(_Cluster[GaleraNode]):
         self.node(number).start()
 
     def _start_all(self) -> None:
+        self._claim_all()
         self.found(1)
         for node in self.nodes[1:]:
             node.start()
@@ -272,6 +256,7 @@ class ThrowawayGroup(_Cluster[GroupNode]):
         self.node(number).join()
 
     def _start_all(self) -> None:
+        self._claim_all()
         for node in self.nodes:
             node.launch()
         for node in self.nodes:

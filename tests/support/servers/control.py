@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import TracebackType
-from typing import Self
 
 from tests.support.servers.elasticmq import ElasticMQServer
 from tests.support.servers.kafka import KafkaServer
@@ -12,7 +10,7 @@ from tests.support.servers.mariadb import MariaDBServer
 from tests.support.servers.mysql import MySQLServer
 from tests.support.servers.nats import NatsServer
 from tests.support.servers.postgresql import PostgreSQLServer
-from tests.support.servers.process import ServerProcess, throwaway_name
+from tests.support.servers.process import ServerProcess, Throwaway, throwaway_name
 from tests.support.servers.rabbitmq import RabbitMQServer
 from tests.support.servers.redis import RedisServer
 
@@ -23,21 +21,11 @@ def _fresh_name(kind: str) -> str:
     return throwaway_name(kind, next(_numbers))
 
 
-class _Throwaway(ServerProcess):
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.remove()
-            raise
-        return self
+class _Throwaway(Throwaway, ServerProcess):
+    def _start_all(self) -> None:
+        self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _remove(self) -> None:
         self.remove()
 
 
@@ -129,7 +117,7 @@ class ThrowawayElasticMQ(_Throwaway, ElasticMQServer):
         super().__init__(_fresh_name("sqs"), preferred_port=29724)
 
 
-class ThrowawayKafkaCluster:
+class ThrowawayKafkaCluster(Throwaway):
     """`with ThrowawayKafkaCluster(brokers=3) as cluster`: `.bootstrap`, `.stop(2, immediate=True)`.
 
     Brokers are numbered from 1, the numbers that Kafka's metadata shows. Each is a controller too:
@@ -154,22 +142,6 @@ class ThrowawayKafkaCluster:
     def start(self, broker: int) -> None:
         """Start a stopped broker again; returns when the cluster lists it."""
         self._servers[broker].start()
-
-    def __enter__(self) -> Self:
-        try:
-            self._start_all()
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._remove()
 
     def _start_all(self) -> None:
         for server in self._servers.values():

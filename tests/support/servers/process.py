@@ -16,7 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from types import TracebackType
+from typing import ClassVar, Self
 
 from tests.support.servers import ROOT, ServerError, UnavailableError
 from tests.support.waiting import DEADLINE_S, eventually
@@ -412,3 +413,29 @@ class ServerProcess(ServerDirectory, ABC):
     def _log_end(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
         return " | ".join(lines[-3:]) or "(nothing)"
+
+
+class Throwaway(ABC):
+    """A server, or several, for the length of a block; removed however it ends, also if they did not start."""
+
+    @abstractmethod
+    def _start_all(self) -> None: ...
+
+    @abstractmethod
+    def _remove(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        try:
+            self._start_all()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._remove()

@@ -14,14 +14,13 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pymysql
 
 from tests.support.servers import UnavailableError, UnofferedError
 from tests.support.servers.mysql import PASSWORD, MySQLServer
-from tests.support.servers.process import ServerProcess, file_lock, throwaway_name
+from tests.support.servers.process import ServerProcess, Throwaway, file_lock, throwaway_name
 from tests.support.waiting import DEADLINE_S
 
 VERSION = "0.24.4"
@@ -184,7 +183,7 @@ class VtCombo(ServerProcess):
         return f"Vitess {VERSION}"
 
 
-class ThrowawayVitess:
+class ThrowawayVitess(Throwaway):
     """`with ThrowawayVitess() as vitess`: one keyspace, `shop`, in a MySQL of its own.
 
     Args:
@@ -235,22 +234,9 @@ class ThrowawayVitess:
             cursor.execute(sql)
             return cursor.fetchall()
 
-    def __enter__(self) -> Self:
-        try:
-            self.mysql.start()
-            self.vitess.start()
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._remove()
+    def _start_all(self) -> None:
+        self.mysql.start()
+        self.vitess.start()
 
     def _remove(self) -> None:
         self.vitess.remove()

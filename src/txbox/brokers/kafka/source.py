@@ -317,12 +317,14 @@ class KafkaConsumer(Consumer):
         a request that is answered only when all members have joined again. So it unsubscribes first, which the client
         puts off to the end of the rebalance. The others hear of that with a heartbeat.
         """
-        if not self._away and leaves_by_request(self._config):
-            consumer.unsubscribe()
-            until = time.monotonic() + _LEAVE_S
-            while consumer.memberid() and time.monotonic() < until:
-                consumer.poll(_ANSWER_S)
-        consumer.close()
+        try:
+            if not self._away and leaves_by_request(self._config):
+                consumer.unsubscribe()
+                until = time.monotonic() + _LEAVE_S
+                while consumer.memberid() and time.monotonic() < until:
+                    consumer.poll(_ANSWER_S)
+        finally:
+            consumer.close()
 
     # -- messages and errors ------------------------------------------------------------------
 
